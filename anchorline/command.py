@@ -27,14 +27,14 @@ from anchorline.errors import UserError, disk_fault, one_line, quoted
 
 MISTAKE, BUG, INTERRUPTED = 2, 70, 130
 
-# Errors of a disk or of the system that any write or read may raise.
+# Errors of the disk or the system that any read or write may raise.
 _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE}
-_EXTRAS = {"torchtrain": "torch", "jaxref": "jax", "parity": "jax,torch"}  # that each command is installed with
-_REPORTED = ("anchorline", "torch", "transformers", "jax")
+_EXTRAS = {"torchtrain": "torch", "jaxref": "jax", "parity": "jax,torch"}  # the extra of each command
+_REPORTED = ("anchorline", "torch", "transformers", "jax")  # versions in the report of a bug
 
 
-class Leave(Exception):  # noqa: N818 - it may be a good end
-    """End the command with an exit code, and one line on standard error (none if it is empty)."""
+class Leave(Exception):  # noqa: N818 - not always an error
+    """End the command with an exit code and one line on standard error; an empty message prints nothing."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -42,19 +42,19 @@ class Leave(Exception):  # noqa: N818 - it may be a good end
 
 
 class _Ends:
-    """A command or a group of commands that ends in one of the ways above."""
+    """A command, or a group of commands, that ends in one of the ways above."""
 
     name: str | None
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. An interruption is caught here, because the caller would report it in its own way."""
+        """Run the command. An interruption is caught here, before typer reports it."""
         try:
             return super().invoke(ctx)  # type: ignore[misc]
         except KeyboardInterrupt:
             raise Leave("interrupted", INTERRUPTED) from None
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
-        """Run the command and end the process."""
+        """Run the command and exit."""
         return _end(self.name or "anchorline", super().main, args, *rest, **extra)  # type: ignore[misc]
 
 
@@ -67,11 +67,11 @@ class Commands(_Ends, TyperGroup):
 
 
 def make_app(name: str, about: str, begin: Callable[[], None] = lambda: None) -> typer.Typer:
-    """Make a command whose verbs are added with `@app.command()`.
+    """Make a command; add its verbs with `@app.command()`.
 
     Args:
         name: of the command.
-        about: its help.
+        about: the help text.
         begin: called before a verb runs.
     """
     app = typer.Typer(
@@ -85,7 +85,7 @@ def make_app(name: str, about: str, begin: Callable[[], None] = lambda: None) ->
 
     def print_version(asked: bool) -> None:
         if asked:
-            typer.echo(f"{name} {version('anchorline') or 'of a folder that is not installed'}")
+            typer.echo(f"{name} {version('anchorline') or '(not installed)'}")
             raise typer.Exit
 
     @app.callback()
@@ -100,18 +100,18 @@ def make_app(name: str, about: str, begin: Callable[[], None] = lambda: None) ->
 
 
 def finite(value: float | None) -> float | None:
-    """Refuse nan and infinity: the callback of an option."""
+    """Refuse nan and infinity; for `callback` of an option."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number.")
     return value
 
 
 def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: Any, **extra: Any) -> NoReturn:
-    """Run a command and leave the process with its exit code."""
+    """Run a command and exit with its exit code."""
     extra["standalone_mode"] = False
     for stream in (sys.stdout, sys.stderr):
         if callable(reconfigure := getattr(stream, "reconfigure", None)):
-            reconfigure(errors="backslashreplace")  # a terminal that lacks a character does not stop the command
+            reconfigure(errors="backslashreplace")  # for terminals that lack a character
     try:
         code = run(args, *rest, **extra)
         sys.stdout.flush()
@@ -122,7 +122,7 @@ def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: 
     except MemoryError as error:
         _leave(
             name,
-            f"memory ran out: {str(error) or 'the system gives no more'}; ask for less, or take a larger machine",
+            f"memory ran out: {str(error) or 'the system has no more'}; choose smaller settings, or a larger machine",
             1,
         )
     except ModuleNotFoundError as error:
@@ -132,21 +132,21 @@ def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: 
         _leave(name, f"the package {package} is not installed: pip install 'anchorline[{_EXTRAS[name]}]'", MISTAKE)
     except OSError as error:
         if error.errno == errno.EPIPE:
-            _leave(name, "", 1)  # the reader of our output has closed it
+            _leave(name, "", 1)  # the reader of our output has closed the pipe
         if error.filename is None and error.errno not in _DISK_FAULTS:
             _bug(name)
         _leave(name, disk_fault(error), MISTAKE)
     except Exception as error:
-        # typer's errors about arguments. In some versions their classes are click's.
+        # An error of typer about arguments; its class differs among versions.
         describe = getattr(error, "format_message", None)
         if describe is None:
             _bug(name)
-        _leave(name, describe(), MISTAKE)  # empty where help was printed instead
+        _leave(name, describe(), MISTAKE)  # empty after printed help
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _has_no_platform() -> bool:
-    """Whether JAX cannot start on the platform that JAX_PLATFORMS names. JAX raises many kinds of error then."""
+    """Whether JAX cannot start on the platforms of JAX_PLATFORMS. JAX raises many kinds of error then."""
     jax = sys.modules.get("jax")
     if jax is None or not os.environ.get("JAX_PLATFORMS"):
         return False
@@ -160,7 +160,7 @@ def _has_no_platform() -> bool:
 def _bug(name: str) -> NoReturn:
     if _has_no_platform():
         platforms = quoted(os.environ["JAX_PLATFORMS"])
-        _leave(name, f"JAX_PLATFORMS: {platforms} is not on this machine; unset it, or say cpu", MISTAKE)
+        _leave(name, f"JAX_PLATFORMS: {platforms} is not on this machine; unset it, or set it to cpu", MISTAKE)
     traceback.print_exc()
     known = ", ".join(f"{package} {number}" for package in _REPORTED if (number := version(package)))
     _leave(
@@ -174,7 +174,7 @@ def _bug(name: str) -> NoReturn:
 def _leave(name: str, message: str, code: int) -> NoReturn:
     try:
         sys.stdout.flush()
-    except OSError:  # nobody reads it, or its disk is full: Python must not try again at the end
+    except OSError:  # closed pipe or full disk: Python must not try again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if message:
         print(f"{name}: {one_line(message)}", file=sys.stderr)

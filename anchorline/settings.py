@@ -1,9 +1,9 @@
-"""Read settings for every command: from strict YAML and `section.key=value` overrides to a validated pydantic model.
+"""Read settings from strict YAML and `section.key=value` overrides into a validated pydantic model.
 
-Strict means: keys are text, each once; values are plain (no tags, dates or merge keys); integers have 64 bits.
+Strict means: keys are text and appear once; values have no tags, dates or merge keys; integers fit into 64 bits.
 """
 # pyright: reportUnknownMemberType=false
-# PyYAML's types leave its members open.
+# PyYAML has incomplete types.
 
 import difflib
 import os
@@ -20,16 +20,16 @@ from pydantic import BaseModel, ValidationError
 from anchorline.errors import UserError, one_line, quoted, quoted_reason
 from anchorline.files import read_file
 
-SHIPPED = Path(__file__).parent / "configs"  # in a checkout a link to the folder at its top
-MOST_BYTES = 1 << 16  # the parser takes a second for as much
-_MOST_SHOWN = 8  # mistakes of one file
+SHIPPED = Path(__file__).parent / "configs"  # in a checkout a link to configs/ at the top
+MOST_BYTES = 1 << 16  # the parser takes about a second
+_MOST_SHOWN = 8  # mistakes in one message
 
 Tree = dict[str, Any]
 Schema = TypeVar("Schema", bound=BaseModel)
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
-_NUMBERS = {  # as YAML 1.2 has them: 2e-5 is a number, 12:30 is none
+_NUMBERS = {  # by YAML 1.2: 2e-5 is a number, 12:30 is not
     f"{_TAG}int": r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)",
     f"{_TAG}float": r"([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?"
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))",
@@ -37,7 +37,7 @@ _NUMBERS = {  # as YAML 1.2 has them: 2e-5 is a number, 12:30 is none
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values alone. What YAML 1.1 makes of 2026-11-30, 12:30 or 010 stays text."""
+    """A loader of plain values. 2026-11-30, 12:30 and 010 stay text, unlike in YAML 1.1."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own attribute
         first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN and tag not in _NUMBERS]
@@ -74,9 +74,9 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def find_file(path: str | Path) -> Path:
-    """Return the file of settings that `path` names: a file of the user's, else one that comes with this package.
+    """Return the user's file at `path`, or else the file of that name that comes with this package.
 
-    `demo`, `demo.yaml` and `configs/demo.yaml` all name the shipped `demo.yaml`; a user's own file of that name wins.
+    `demo`, `demo.yaml` and `configs/demo.yaml` all name the shipped `demo.yaml`.
     """
     path = Path(path)
     if os.path.lexists(path) or path.is_absolute():
@@ -101,15 +101,15 @@ def load(
     """Read a YAML file, apply overrides, validate.
 
     Args:
-        schema: what the file must fit; its unknown keys are refused if it forbids them.
-        path: the file, or the name of a shipped one; see `find_file`.
+        schema: the model of the settings.
+        path: the file, or the name of a shipped file; see `find_file`.
         overrides: `section.key=value`, or `list.0.key=value`; values are YAML.
-        example: of an override, for messages.
-        prepare: what is done to the tree before it is validated.
+        example: an override, for messages.
+        prepare: changes the tree before validation.
 
     Raises:
-        UserError: the file is not readable or not strict YAML, a key is unknown (the nearest known one is named) or
-            appears twice, a value is not allowed.
+        UserError: the file cannot be read or is not strict YAML, a key is unknown or appears twice, or a value is not
+            allowed. For an unknown key the message names the nearest known one.
     """
     name = quoted(Path(path))
     try:
@@ -133,18 +133,18 @@ def load(
 
 
 def dump(tree: Tree) -> str:
-    """Return a tree of plain values as YAML that `load` reads back to an equal one."""
+    """Return a tree of plain values as YAML, from which `load` reads an equal tree."""
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    # PyYAML writes U+0085 and the like as they are, and reads spaces. Then everything but ASCII is escaped.
+    # PyYAML writes U+0085 and the like unescaped, and reads them as spaces. With them, all but ASCII is escaped.
     same = all(character not in text for character in "\x85\u2028\u2029\ufeff")
     return text if same else yaml.safe_dump(tree, sort_keys=False)
 
 
 def validate(schema: type[Schema], tree: Any, what: str) -> Schema:
-    """Validate a tree of plain values; `what` opens the message.
+    """Validate a tree of plain values; the message starts with `what`.
 
     Raises:
-        UserError: one line for all that does not fit.
+        UserError: the tree does not fit; one line for all mistakes.
     """
     try:
         return schema.model_validate(tree)
@@ -155,7 +155,7 @@ def validate(schema: type[Schema], tree: Any, what: str) -> Schema:
 
 
 def explain(schema: type[BaseModel], error: ValidationError) -> str:
-    """Return a ValidationError in one line: each field, its value and what is allowed."""
+    """Return a ValidationError as one line: each field, its value and the allowed values."""
     fixes_of: dict[str, list[str]] = {}  # a union has one error for each member
     for item in error.errors(include_url=False):
         what, fix = _explain_one(schema, item)
@@ -166,7 +166,7 @@ def explain(schema: type[BaseModel], error: ValidationError) -> str:
 
 
 def _either(fixes: Sequence[str]) -> str:
-    """Join fixes into `give 'auto', an integer or a list`; fixes of another form come first."""
+    """Join fixes into `give 'auto', an integer or a list`; fixes of other forms come first."""
     *first, last = [fix.removeprefix(_GIVE) for fix in dict.fromkeys(fixes) if fix.startswith(_GIVE)] or [""]
     others = [fix for fix in dict.fromkeys(fixes) if not fix.startswith(_GIVE)]
     given = f"{_GIVE}{', '.join(first)}{' or ' if first else ''}{last}" if last else ""
@@ -174,14 +174,14 @@ def _either(fixes: Sequence[str]) -> str:
 
 
 def _parse(text: str) -> Any:
-    """Return what a YAML text holds. Raises UserError."""
+    """Return the content of a YAML text. Raises UserError."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
     except RecursionError:
         raise UserError("values are nested too deep") from None
     except UserError:
         raise
-    except (yaml.YAMLError, ValueError, LookupError) as error:  # the last two of a number or of a tag's value
+    except (yaml.YAMLError, ValueError, LookupError) as error:  # the last two for a bad number or tag
         raise UserError(f"not valid YAML: {quoted_reason(error)}") from None
 
 
@@ -216,10 +216,10 @@ def _index(items: list[Any], name: str, opening: str) -> int:
 
 
 def _explain_one(schema: type[BaseModel], item: Any) -> tuple[str, str]:
-    """Return the place with its value, and what is allowed there."""
+    """Return the place with its value, and the fix."""
     kind, loc = item["type"], item["loc"]
     location, inner = _locate(schema, loc[:-1] if kind == "extra_forbidden" else loc)
-    # A validator may validate another model, whose fields the schema does not have.
+    # A validator may validate a model that is not in the schema.
     where = ".".join(location or map(str, loc))
     if kind == "extra_forbidden":
         key, known = str(loc[-1]), list(inner.model_fields) if inner else []
@@ -238,7 +238,7 @@ def _explain_one(schema: type[BaseModel], item: Any) -> tuple[str, str]:
 
 _GIVE = "give "
 _KINDS: dict[type, str] = {int: "a number", float: "a number", str: "a text", bool: "true or false", list: "a list"}
-_WANTED = {  # by pydantic's name of a mistake
+_WANTED = {  # by pydantic's type of error
     "string_type": "a text (quoted, where YAML reads something else)",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
@@ -262,14 +262,12 @@ _WANTED = {  # by pydantic's name of a mistake
 
 
 def _as_typed(value: Any) -> str:
-    """Return a value as YAML writes it."""
+    """Return a value as in YAML."""
     return "nothing" if value is None else str(value).lower() if isinstance(value, bool) else quoted(value)
 
 
 def _locate(schema: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the fields and indices of a place, without the names that pydantic gives to members of unions, and the
-    model there.
-    """
+    """Return the fields and indices of a place, without pydantic's names for members of unions, and the model there."""
     location: list[str] = []
     kinds: list[Any] = [schema]
     for part in loc:
@@ -282,7 +280,7 @@ def _locate(schema: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str
 
 
 def _inside(kind: Any, part: str | int) -> Iterator[Any]:
-    """Yield the type that a type holds under a field's name, an index or a key."""
+    """Yield the type of a field, an item or a value of a type."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         if isinstance(part, str) and part in kind.model_fields:
             yield kind.model_fields[part].annotation

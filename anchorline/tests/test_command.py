@@ -55,7 +55,11 @@ def test_done(call):
         (FileNotFoundError(2, "No such file or directory", "a\nb"), 2, "ship: no such file or directory (a b)\n"),
         (NO_SPACE, 2, "ship: no space left on device\n"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
-        (MemoryError(), 1, "ship: memory ran out: the system gives no more; ask for less, or take a larger machine\n"),
+        (
+            MemoryError(),
+            1,
+            "ship: memory ran out: the system has no more; choose smaller settings, or a larger machine\n",
+        ),
     ],
 )
 def test_ways_to_end(call, error, code, printed):

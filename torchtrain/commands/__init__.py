@@ -1,1 +1,1 @@
-"""The arguments of each command, and the functions that it calls."""
+"""The verbs of `torchtrain`: their arguments, and the calls of the packages that do the work."""

@@ -1,4 +1,4 @@
-"""Arguments of several commands."""
+"""Arguments of several verbs."""
 
 from pathlib import Path
 from typing import Annotated

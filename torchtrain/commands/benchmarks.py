@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from torchtrain.commands.arguments import Overrides
-from torchtrain.commands.ending import one_speaks
+from torchtrain.commands.ending import report_once
 
 
 def bench(
@@ -18,11 +18,11 @@ def bench(
 ) -> None:
     """Measure attention or steps against the alternatives; write tables and JSON into --out.
 
-    Only ratios within one run are compared. An engine that breaks the error rule is not timed.
+    Compare only ratios within one result. An engine that breaks the error rule is not timed.
 
     Example: torchtrain bench attention configs/bench/cpu.yaml --out runs/bench attention.lengths=[2048,4096]
     """
-    with one_speaks():
+    with report_once():
         from torchtrain.bench.config import load_bench
 
         config = load_bench(file, overrides or [])

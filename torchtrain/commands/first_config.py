@@ -18,28 +18,28 @@ from torchtrain.distributed.free_memory import free_memory
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 from torchtrain.planning import budget
 
-_SAMPLE = 200  # records that are read
+_SAMPLE = 200  # records to read
 _TEXTS = (".txt", ".md")
 _ROWS_A_STEP = 8
 _MOST_STEPS = 1000
-_LENGTH = 65_536  # of a row, at most, where the user asks for none
+_LENGTH = 65_536  # largest default length of a row
 _GIB = 2**30
 
 
 def write_first_config(
     data: str, model: str, out: Path, length: int | None = None, log: Callable[[str], None] = print
 ) -> Config:
-    """Write a commented config, at most 25 lines, that trains `model` on longer rows of `data`; say what was seen.
+    """Write a commented config of at most 25 lines that trains `model` on longer rows of `data`.
 
     Args:
         data: a .jsonl or .parquet file, a text file, or a folder of them.
         model: a folder, or a hub id.
-        out: the file to write.
+        out: the file.
         length: tokens of a row; default: twice the model's positions, at most 65,536.
-        log: takes a line at a time.
+        log: called with lines about the documents, the model and the memory.
 
     Raises:
-        UserError: `out` exists, there are no documents in `data`, or the model does not fit; nothing is written.
+        UserError: `out` exists, `data` has no documents, or the model does not fit. Nothing is written then.
     """
     if out.exists():
         raise UserError(f"--out {quoted(out)}: exists; choose another name, or remove it")
@@ -74,7 +74,7 @@ def write_first_config(
 
 
 def _find_documents(data: str) -> tuple[dict[str, Any], int]:
-    """Return the section of `data.sources` that reads the documents, and their bytes on the disk."""
+    """Return the entry of `data.sources` for the documents, and their bytes on the disk."""
     path = expand(data)
     if not path.exists():
         raise UserError(f"DATA {quoted(data)}: no such file or folder; give documents: .jsonl, .parquet or text files")
@@ -91,7 +91,7 @@ def _find_documents(data: str) -> tuple[dict[str, Any], int]:
 
 
 def _with_text_field(section: dict[str, Any]) -> dict[str, Any]:
-    """Add the field that holds the text: `text`, else the one with the longest string in the first records."""
+    """Add the field of the text: `text`, else the field with the longest string in the first records."""
     if "texts" in section:
         return section
     place = list_files(section["files"])[0].place
@@ -123,7 +123,7 @@ def _sample(section: dict[str, Any]) -> list[str]:
 
 
 def _memory_line(config: Config) -> str:
-    """Return what a run takes of this machine's memory, by `torchtrain plan`, and what to change if it is too much."""
+    """Return a run's memory by `torchtrain plan`, this machine's, and what to change if it is too little."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     free = free_memory(device)
     shapes = budget.Shapes(budget.model_config(config))
@@ -149,7 +149,7 @@ def _yaml(section: dict[str, Any], model: str, out: Path, length: int, positions
         "model:",
         f"  source: {plain(model)}",
         "  dtype: bfloat16",
-        "  activation_checkpointing: auto # computes layers again where memory is short",
+        "  activation_checkpointing: auto # recomputes layers where memory is short",
         *(["rope:", f"  type: ntk # from {positions:,} positions to {length:,}, by a larger theta"] if longer else []),
         "data:",
         "  sources:",

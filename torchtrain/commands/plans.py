@@ -1,4 +1,4 @@
-"""The commands before a run: init, plan, config."""
+"""The verbs before a run: init, plan, config."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,7 @@ import typer
 from anchorline.command import finite
 from anchorline.errors import UserError
 from torchtrain.commands.arguments import MOST, MOST_PROCESSES, ConfigFile, Overrides
-from torchtrain.commands.ending import one_speaks
+from torchtrain.commands.ending import report_once
 
 
 def init(
@@ -27,7 +27,7 @@ def init(
 
     Example: torchtrain init documents.jsonl HuggingFaceTB/SmolLM2-135M --out mine.yaml
     """
-    with one_speaks():
+    with report_once():
         from torchtrain.commands.first_config import write_first_config
 
         write_first_config(data, model, out, length)
@@ -38,7 +38,8 @@ def plan(
     file: ConfigFile,
     overrides: Overrides = None,
     processes: Annotated[
-        int, typer.Option("--processes", "-n", min=1, max=MOST_PROCESSES, help="how many, each with its own GPU")
+        int,
+        typer.Option("--processes", "-n", min=1, max=MOST_PROCESSES, help="number of processes, each with its own GPU"),
     ] = 1,
     gpu_memory: Annotated[
         float, typer.Option("--memory", min=1e-6, max=2**20, callback=finite, help="GiB of each GPU")
@@ -53,26 +54,26 @@ def plan(
             min=1,
             max=MOST,
             callback=finite,
-            help="E[n^2] / E[n] of the documents' tokens, which attention goes by; default: from data.prepared, or the "
-            "paper's statistics",
+            help="E[n^2] / E[n] of the documents' tokens, which sets attention's cost; default: from data.prepared, or "
+            "the paper's statistics",
         ),
     ] = None,
     tokens_per_second: Annotated[
-        float | None, typer.Option(min=1e-9, max=1e15, callback=finite, help="of all processes together")
+        float | None, typer.Option(min=1e-9, max=1e15, callback=finite, help="speed of all processes together")
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="name of the GPU, whose peak --mfu is a share of")] = None,
+    gpu: Annotated[str | None, typer.Option(help="name of the GPU, for the peak of --mfu")] = None,
     mfu: Annotated[
-        float | None, typer.Option(min=0.001, max=1, callback=finite, help="share of the peak, of --gpu")
+        float | None, typer.Option(min=0.001, max=1, callback=finite, help="share of the peak of --gpu")
     ] = None,
 ) -> None:
-    """Estimate what a run needs: memory, tokens, FLOPs, time and disk; propose a change if it does not fit.
+    """Estimate a run's memory, tokens, FLOPs, time and disk; propose a change if it does not fit.
 
-    Reads the config, the model's config.json and the lengths in data.prepared, no weights.
+    Reads the config, the model's config.json and the lengths in data.prepared, but no weights.
     Exit code 0: it fits; 1: it does not.
 
     Example: torchtrain plan configs/paper/llama2-7b-128k-anchor.yaml -n 8 --gpu A100 --mfu 0.4
     """
-    with one_speaks():
+    with report_once():
         from torchtrain.config import load_config
 
         config = load_config(file, overrides or [])
@@ -96,13 +97,13 @@ def config(
         typer.Option("--explain", metavar="KEY", help="explain a setting or a section, such as train.betas or rope"),
     ] = None,
 ) -> None:
-    """Print the config with every default, as YAML that can be used instead of the file.
+    """Print the config with every default, as YAML that can replace the file.
 
     Example: torchtrain config configs/demo.yaml pack.variant=intra > mine.yaml
 
     Example: torchtrain config --explain pack.variant
     """
-    with one_speaks():
+    with report_once():
         if key is not None:
             from torchtrain.config.reference import explain_settings
 

@@ -1,4 +1,4 @@
-"""The commands of what a model can do: evaluate, compare."""
+"""The verbs of results: evaluate, compare."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from anchorline.errors import UserError, quoted
 from anchorline.files import resolve_folder
 from anchorline.marked import read_marked
 from torchtrain.commands.arguments import MOST, MOST_PROCESSES, Overrides
-from torchtrain.commands.ending import one_speaks
+from torchtrain.commands.ending import report_once
 
 
 def evaluate(
@@ -23,31 +23,31 @@ def evaluate(
     tasks: Annotated[
         str | None, typer.Option(help="RULER's tasks or any of lm-eval's, with commas; default: the suite's")
     ] = None,
-    lengths: Annotated[str, typer.Option(help="tokens, prompt and answer together; several with commas")] = "4096",
+    lengths: Annotated[str, typer.Option(help="tokens of prompt and answer together; several with commas")] = "4096",
     samples: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="of each task and length; default: the suite's")
+        int | None, typer.Option(min=1, max=MOST, help="samples of each task and length; default: the suite's")
     ] = None,
-    last: Annotated[int, typer.Option(min=1, max=MOST, help="how many of a run's last models")] = 1,
+    last: Annotated[int, typer.Option(min=1, max=MOST, help="number of a run's last models")] = 1,
     anchor: Annotated[bool, typer.Option("--anchor", help="put the training's anchor before each prompt")] = False,
     chat: Annotated[
         bool, typer.Option("--apply-chat-template", help="put each prompt into the model's chat template")
     ] = False,
-    processes: Annotated[int, typer.Option(min=1, max=MOST_PROCESSES, help="share tasks among so many processes")] = 1,
+    processes: Annotated[int, typer.Option(min=1, max=MOST_PROCESSES, help="processes that share the tasks")] = 1,
     log: Annotated[
-        Path | None, typer.Option("--lm-eval-log", help="folder for lm-eval's own logs; default: none are written")
+        Path | None, typer.Option("--lm-eval-log", help="folder for lm-eval's own logs; default: no logs")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="folder of results; default: TARGET-evaluation")] = None,
 ) -> None:
-    """Measure RULER, perplexity by position, and any task of lm-eval; what is finished is never computed again.
+    """Measure RULER, perplexity by position, and any task of lm-eval; finished results are not computed again.
 
-    Leaves a file for each model, task and length in --out, which torchtrain compare reads. A task that cannot run is
-    not run, with its reason, before anything else runs. Attention is plain causal attention.
+    Writes a file for each model, task and length into --out, for torchtrain compare. A task that cannot run is reported
+    with its reason before any other starts. Attention is plain causal attention.
 
     Example: torchtrain evaluate runs/demo --lengths 1024,4096 --samples 20 --last 5
 
     Example: torchtrain evaluate runs/demo --tasks arc_easy,gsm8k --samples 100 --processes 2
     """
-    with one_speaks():
+    with report_once():
         from torchtrain.evaluation.suite import load_suite, parse_lengths
 
         given = [*(overrides or []), *([f"samples={samples}"] if samples is not None else [])]
@@ -95,39 +95,37 @@ def evaluate(
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN...", help="what was evaluated, or folders of results; NAME=RUN,RUN: seeds of one row"
-        ),
+        typer.Argument(metavar="RUN...", help="evaluated runs, or folders of results; NAME=RUN,RUN: seeds of one row"),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="folder for results.md, results.tex and figures; default: none is written"),
+        typer.Option(help="folder for results.md, results.tex and figures; default: not written"),
     ] = None,
     last: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST, help="how many of each run's checkpoints, its last; default: all evaluated"),
+        typer.Option(min=1, max=MOST, help="number of each run's last checkpoints; default: all evaluated"),
     ] = None,
     document: Annotated[
-        Path | None, typer.Option(help="a Markdown file, such as docs/results.md, whose tables are made anew")
+        Path | None, typer.Option(help="a Markdown file to update the tables in, such as docs/results.md")
     ] = None,
 ) -> None:
-    """Put results side by side, run by length: the paper's tables and figures, with n, intervals and what did not run.
+    """Compare results by run and length: the paper's tables and figures, with n, intervals and what did not run.
 
-    Differences are paired by sample, and by seed where there are several. Bold needs seeds: a best value is bold where
-    the intervals over samples and over seeds leave out zero. Results of other samples or lengths are refused. What the
-    paper publishes of the same model, data, variant and length is in a table of its own, in no mean and no figure.
+    Differences are paired by sample, and by seed if there are several. A best value is bold if its intervals over
+    samples and over seeds exclude zero; that needs seeds. Results of different samples or lengths are refused. The
+    paper's numbers for the same model, data, variant and length are in a separate table, and in no mean or figure.
 
     Example: torchtrain compare runs/full runs/intra runs/anchor --out runs/tables
 
     Example: torchtrain compare intra=runs/intra-0,runs/intra-1 anchor=runs/anchor-0,runs/anchor-1
     """
-    with one_speaks():
+    with report_once():
         from torchtrain.evaluation.compare import compare as tables_of
         from torchtrain.evaluation.published import PLACE, load_published
         from torchtrain.evaluation.tables import TABLES, print_tables, write_document, write_tables
 
         if document is not None:
-            read_marked(document, [TABLES])  # before anything is written
+            read_marked(document, [TABLES])  # refuse a wrong file before writing
         if not PLACE.is_file():
             print(f"{PLACE} is not in this folder: the paper's numbers are left out", file=sys.stderr)
         tables, facts, measured = tables_of(runs, last, load_published() if PLACE.is_file() else None)

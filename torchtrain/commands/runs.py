@@ -1,4 +1,4 @@
-"""The commands of a run: train, resume, status, verify."""
+"""The verbs of a run: train, resume, status, verify."""
 
 import os
 import time
@@ -11,7 +11,7 @@ import typer
 from anchorline.errors import UserError
 from anchorline.files import resolve
 from torchtrain.commands.arguments import MOST, ConfigFile, Overrides
-from torchtrain.commands.ending import one_speaks
+from torchtrain.commands.ending import report_once
 
 
 def train(
@@ -21,21 +21,21 @@ def train(
         bool, typer.Option("--replace", help="if run.folder holds a run, rename it to FOLDER.replaced-N first")
     ] = False,
     delete_replaced: Annotated[
-        bool, typer.Option("--delete-replaced", help="with --replace: delete the renamed folder with all it holds")
+        bool, typer.Option("--delete-replaced", help="with --replace: delete the renamed folder")
     ] = False,
 ) -> None:
     """Train a model, and export it into run.folder as a Hugging Face folder.
 
     The run writes model/ (loads with AutoModelForCausalLM and AutoTokenizer), metrics.jsonl, loss.png, config.yaml with
-    every default, and run.json. Converted models and tokens are kept in data.cache. Everything is checked as far as
-    possible before run.folder is made.
+    every default, and run.json. Converted models and tokens are kept in data.cache. Mistakes are reported before
+    run.folder is made, as far as possible.
 
     Example: torchtrain train configs/demo.yaml train.steps=20 run.folder=runs/short
 
-    On several GPUs, as the file's `distributed` section says: torchrun --nproc_per_node 8 -m torchtrain train FILE
+    On several GPUs, by the file's `distributed` section: torchrun --nproc_per_node 8 -m torchtrain train FILE
     """
     started = time.perf_counter()
-    with one_speaks():
+    with report_once():
         from torchtrain.config import load_config
 
         if delete_replaced and not replace:
@@ -44,7 +44,7 @@ def train(
         if os.environ.get("RANK", "0") == "0":
             from torchtrain.run.folder import RunFolder
 
-            # Before the imports, which take seconds.
+            # A run in the folder is refused before the imports, which take seconds.
             RunFolder(config.run.folder).check(replace, config.model.source, config.data)
 
         from torchtrain.run.recipe import train as run  # isort: skip
@@ -53,17 +53,17 @@ def train(
 
 
 def _run(run: Callable[[], Any]) -> None:
-    """Train, and print what the run gave."""
+    """Train, and print the result."""
     from rich.console import Console
     from transformers.utils import logging
 
     from torchtrain.run.report import final_table
 
-    # We check ourselves what transformers would warn of.
+    # Our own checks replace the warnings of transformers.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     result = run()
-    if result is None:  # another rank than 0; or there was nothing left to do
+    if result is None:  # on a rank above 0, or if the run was finished
         return
     out = Console()
     out.print(final_table(result.before, result.after, result.tokens_seen, result.tokens_per_second))
@@ -75,26 +75,24 @@ def resume(
     overrides: Overrides = None,
     step: Annotated[
         int | None,
-        typer.Option(
-            "--step", min=0, max=MOST, help="from the checkpoint of this step; 0 starts again; default: the last"
-        ),
+        typer.Option("--step", min=0, max=MOST, help="checkpoint to start from; 0 starts again; default: the last"),
     ] = None,
 ) -> None:
-    """Resume a run after any interruption; it ends as if it had not been interrupted.
+    """Resume a run after any interruption; the result is that of an uninterrupted run.
 
-    With as many processes as before it ends with the same bits. With another number, or another distributed section, it
-    continues with the same rows and weights. A change of a setting that decides the numbers is refused.
+    With the same number of processes the result is the same bit by bit. With another number, or another distributed
+    section, the run continues with the same rows and weights. Other changes that would move numbers are refused.
 
     Example: torchtrain resume runs/demo
 
     On several GPUs: torchrun --nproc_per_node 8 -m torchtrain resume FOLDER distributed.sequence_parallel=8
     """
     started = time.perf_counter()
-    with one_speaks():
+    with report_once():
         from torchtrain.config import load_config
 
         if not os.path.lexists(resolve("", folder) / "config.yaml"):
-            raise UserError(f"{folder}: holds no run; give the folder of one (run.folder in its config)")
+            raise UserError(f"{folder}: holds no run; give the run.folder of a run")
         config = load_config(folder / "config.yaml", overrides or [])
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
 
@@ -104,11 +102,11 @@ def resume(
 
 
 def status(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the run's folder")]) -> None:
-    """Print the progress of a run, without touching it: steps, loss, time left, checkpoints, bad steps.
+    """Print the progress of a run without changing it: steps, loss, time left, checkpoints, bad steps.
 
     Example: torchtrain status runs/demo
     """
-    with one_speaks():
+    with report_once():
         from torchtrain.run.status import status_lines
 
         for line in status_lines(folder):
@@ -120,13 +118,13 @@ def verify(
         Path, typer.Argument(metavar="FOLDER", help="a run's folder, or a token store's (cache/corpus/...)")
     ],
 ) -> None:
-    """Check every file that has a digest: a run's checkpoints, models and tokens, or a token store.
+    """Check the digests of all files of a run (checkpoints, models, tokens) or of a token store.
 
-    Exit code 0: all files are as they were written; 1: one has changed.
+    Exit code 0: all files are unchanged; 1: a file has changed.
 
     Example: torchtrain verify runs/demo
     """
-    with one_speaks():
+    with report_once():
         from torchtrain.run.verify import verify_folder
 
         good = True

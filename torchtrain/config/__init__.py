@@ -1,7 +1,7 @@
-"""One config: YAML in, a strict and frozen schema out, a file for each section or a few that belong together.
+"""The config: a strict and frozen schema, read from YAML. Each file here has one section, or a few related ones.
 
-Every value is in one place. A key the schema does not know is an error that suggests the nearest one; a key written
-twice is an error too. `load_config` is the only way in, for the command line and for Python.
+An unknown key is an error that suggests the nearest one, and a key that appears twice is an error too. The command line
+and Python both use `load_config`.
 """
 
 from torchtrain.config.data import DataConfig, FilterConfig, MixtureConfig, Source

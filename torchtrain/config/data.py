@@ -1,4 +1,4 @@
-"""The documents: sources, what of them is chosen, and how they become tokens."""
+"""The documents: sources, selection and tokens."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -13,7 +13,7 @@ class FilterConfig(Section):
     name: Name = Field(
         description="class of datatrove.pipeline.filters or .formatters, SampleShort, or package.module.Class"
     )
-    options: dict[Name, Any] = Field(default={}, description="what the class is made with")
+    options: dict[Name, Any] = Field(default={}, description="arguments of the class")
 
 
 class Source(Section):
@@ -24,31 +24,34 @@ class Source(Section):
     )
     files: PathText | None = Field(
         default=None,
-        description="glob of .jsonl (also .gz or .zst) or .parquet files; or such a URL of fsspec's, as s3://bucket/*.jsonl.zst",
+        description="glob of .jsonl (also .gz or .zst) or .parquet files, or an fsspec URL such as "
+        "s3://bucket/*.jsonl.zst",
     )
     texts: PathText | None = Field(
         default=None,
-        description="glob of text files (or such a URL), each one document; their fields: text, path, folder",
+        description="glob or URL of text files, each one document with the fields text, path, folder",
     )
     dataset: Name | None = Field(default=None, description="folder of a Hugging Face dataset, or its hub id")
     subset: Name | None = Field(default=None, description="configuration name of the dataset")
     split: Name = Field(default="train", description="split of the dataset")
     revision: Name | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
-    streaming: bool = Field(default=False, description="read the dataset without downloading all of it first")
+    streaming: bool = Field(default=False, description="read the dataset without downloading it first")
     text_field: Name = Field(default="text", description="field of each record that holds its text")
     domain: Name | None = Field(default=None, description="one domain for the whole source; default: its own name")
     domain_field: Name | None = Field(
         default=None, description="field of each record that names its domain (dotted for nested, e.g. `meta.name`)"
     )
     rename: dict[Name, Name] | None = Field(
-        default=None, description="what domains are called here, where a record or file calls them otherwise"
+        default=None, description="other names of domains: {name in the records: name to use}"
     )
-    max_documents: Count | None = Field(default=None, description="the first so many; for a sample, see sample_files")
+    max_documents: Count | None = Field(
+        default=None, description="read only the first documents, this many; for a sample, see sample_files"
+    )
     sample_files: PositiveShare | None = Field(
-        default=None, description="share of the files (of a dataset: of its shards) that is read, drawn by sample_seed"
+        default=None, description="share of the files (of a dataset's shards) to read, drawn by sample_seed"
     )
     sample: PositiveShare | None = Field(
-        default=None, description="share of the records of what is read that is kept, each drawn by sample_seed"
+        default=None, description="share of the records to keep, each drawn by sample_seed"
     )
     sample_seed: int = Field(default=0, ge=0, lt=2**32, description="seed of sample_files and sample")
 
@@ -69,29 +72,28 @@ class Source(Section):
 
 
 class MixtureConfig(Section):
-    """Which documents of a corpus are trained on, and how often: shares of domains and, in each, of long documents.
+    """The choice of documents to train on, and how often: shares of domains, and of long documents in each domain.
 
     Source: per-source length up-sampling, arXiv 2402.10171, section 3.
     """
 
     tokens: Annotated[int, Field(ge=1, lt=2**62)] | None = Field(
-        default=None, description="how many are chosen; default: as many as the corpus holds"
+        default=None, description="number of tokens to choose; default: as many as the corpus holds"
     )
     shares: dict[Name, PositiveShare] | None = Field(
         default=None,
-        description="token share of each domain, in any unit up to 1 each; default: as the corpus has them",
+        description="token share of each domain, in any unit up to 1 each; default: the corpus's own shares",
     )
-    long_tokens: Count = Field(default=4096, description="tokens from which on a document is long")
-    long_share: Share | None = Field(
-        default=None, description="share of each domain's tokens that long documents make, if they make less"
-    )
+    long_tokens: Count = Field(default=4096, description="least tokens of a long document")
+    long_share: Share | None = Field(default=None, description="least share of long documents in each domain's tokens")
     long_weight: Annotated[float, Field(ge=1, le=1e6)] | None = Field(
-        default=None, description="how many times as often a long document is taken as a short one, in each domain"
+        default=None, description="how many times as often a long document is chosen as a short one, in each domain"
     )
     most_repeats: Annotated[int, Field(ge=1, lt=2**16)] = Field(
-        default=4, description="times that one document may be taken; what is missing because of it is reported"
+        default=4,
+        description="how often one document may be chosen; tokens that are missing because of this are reported",
     )
-    seed: int = Field(default=0, ge=0, lt=2**32, description="draws the documents")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the choice")
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -101,39 +103,42 @@ class MixtureConfig(Section):
 
 
 class DataConfig(Section):
-    """Documents in, tokens out."""
+    """The documents, and how they become tokens."""
 
-    sources: list[Source] = Field(default=[], max_length=10_000, description="where the documents come from")
+    sources: list[Source] = Field(default=[], max_length=10_000, description="sources of the documents")
     prepared: PathText | None = Field(
-        default=None, description="a store that `torchtrain prepare` made; `sources`, if given, must be what it is of"
+        default=None,
+        description="a store from `torchtrain prepare`; `sources`, if given, must be the same as the store's",
     )
     cache: PathText = Field(default="cache", description="folder for the tokenised corpus and converted models")
-    append_eos: bool = Field(default=True, description="close each document with the tokenizer's EOS")
+    append_eos: bool = Field(default=True, description="end each document with the tokenizer's EOS")
     special_tokens: Literal["text", "control"] = Field(
         default="text",
-        description="what a special token written in a document is, such as </s>: text like any other, or the control "
-        "token",
+        description="how a special token such as </s> in a document's text is read: as text, or as the control token",
     )
-    min_tokens: Count = Field(default=1, description="shorter documents are dropped, counted and reported")
+    min_tokens: Count = Field(default=1, description="shorter documents are dropped and reported")
     bad_record_share: Share = Field(
-        default=0.001, description="share of records without text or unparsable above which a source is refused"
+        default=0.001,
+        description="largest share of bad records (unparsable, or without text); a source with more is refused",
     )
     held_out_share: Share = Field(default=0.05, description="share of each domain's documents kept for evaluation")
     near_duplicates: bool = Field(
         default=False,
-        description="find near duplicates by MinHash, too, and keep them on one side of the held-out split",
+        description="also find near duplicates, by MinHash, and keep them on one side of the held-out split",
     )
     remove_duplicates: bool = Field(
         default=False,
-        description="leave out a document with the text of an earlier one (under near_duplicates: nearly); default: "
-        "train on it, on one side of the held-out split",
+        description="drop a document with the text of an earlier one (with near_duplicates, nearly the text); false: "
+        "keep both on one side of the held-out split",
     )
-    mixture: MixtureConfig | None = Field(default=None, description="which documents are chosen, and how often")
+    mixture: MixtureConfig | None = Field(
+        default=None, description="the choice of documents to train on, and how often"
+    )
 
     @model_validator(mode="after")
     def _has_documents(self) -> Self:
         if not self.sources and self.prepared is None:
-            raise ValueError("there is nothing to read; give sources, or prepared (what `torchtrain prepare` made)")
+            raise ValueError("there is nothing to read; give sources, or prepared (a store from `torchtrain prepare`)")
         if not self.sources:
             for name in (
                 "append_eos",
@@ -145,6 +150,6 @@ class DataConfig(Section):
             ):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(
-                        f"{name} belongs to what made the store of prepared; remove it, or give its sources"
+                        f"{name} was decided when the store of prepared was made; remove it, or give its sources"
                     )
         return self

@@ -13,8 +13,8 @@ LEAST_STAGE = {"none": 0, "optimizer": 1, "all": 3}
 class DistributedConfig(Section):
     """How a step is spread over the processes that torchrun starts. No setting here changes what is computed.
 
-    Rows in work at a time are processes / sequence_parallel, of train.micro_batch rows each; what
-    train.sequences_per_step holds beyond them is gradient accumulation.
+    Processes / sequence_parallel groups each work on train.micro_batch rows at a time. The rest of
+    train.sequences_per_step is gradient accumulation.
     """
 
     sequence_parallel: SmallCount = Field(
@@ -22,17 +22,17 @@ class DistributedConfig(Section):
     )
     share: Literal["heads", "documents"] = Field(
         default="heads",
-        description="how processes share a row: heads: each has a part of the tokens and exchanges them for heads in "
-        "every layer; documents: each has whole documents and exchanges nothing, in rows whose documents can be dealt "
-        "out evenly, and heads in other rows",
+        description="how processes share a row. heads: each takes a part of the tokens and exchanges tokens for heads "
+        "in every layer. documents: each takes whole documents and exchanges nothing; rows whose documents do not "
+        "divide evenly are shared as with heads",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,
-        description="what is spread over the processes: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 "
-        "nothing",
+        description="DeepSpeed's ZeRO stage spreads over the processes: 1 optimizer state, 2 gradients too, 3 weights "
+        "too; 0 nothing",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
-        default="none", description="kept in host memory: the optimizer's state, or (stage 3) the weights as well"
+        default="none", description="keep in host memory: optimizer state, or with stage 3 all (weights too)"
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The config of a run: all sections and what must hold between them; from YAML, and back."""
+"""The config of a run: all sections, rules between sections, reading and writing as YAML."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +17,11 @@ from torchtrain.config.run import EvaluationConfig, HeldOutConfig, LogConfig, Ru
 from torchtrain.config.section import Section
 from torchtrain.config.train import TrainConfig
 
-EXAMPLE = "train.steps=20"  # of an override, for messages
+EXAMPLE = "train.steps=20"  # an override, for messages
 
 
 class Config(Section):
-    """The whole of a run."""
+    """All settings of a run."""
 
     run: RunConfig
     model: ModelConfig
@@ -39,8 +39,8 @@ class Config(Section):
     def _paper_theta_is_known(self) -> Self:
         if self.rope.theta == "paper" and self.pack.sequence_length not in PAPER_ROPE_THETA:
             raise ValueError(
-                f"rope.theta 'paper': the paper has no base for pack.sequence_length {self.pack.sequence_length}; "
-                f"it has one for {', '.join(map(str, PAPER_ROPE_THETA))}: give a number"
+                f"rope.theta 'paper': the paper has no base for pack.sequence_length {self.pack.sequence_length}, only "
+                f"for {', '.join(map(str, PAPER_ROPE_THETA))}: give a number"
             )
         return self
 
@@ -50,18 +50,18 @@ class Config(Section):
         if self.distributed.share == "documents":
             others = "distributed.share documents, where rows differ in shape; set that to heads"
         elif model.layer_chunk is not None:
-            others = "model.layer_chunk, which cuts a layer up; set that to null"
+            others = "model.layer_chunk, which splits a layer; set that to null"
         elif model.activation_checkpointing == "offload":
             others = "model.activation_checkpointing offload, which runs a layer itself; set that to true"
         elif model.lora is not None:
-            others = "model.lora, whose adapters are modules of their own within a layer; set that to null"
+            others = "model.lora, which adds modules to a layer; set that to null"
         if model.fused == "compile" and others:
             raise ValueError(f"model.fused compile: does not go with {others}, or model.fused to none")
         return self
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `section.key=value` overrides, validate: all in `anchorline.settings.load`.
+    """Read a run's config from YAML, apply `section.key=value` overrides, validate.
 
     Raises:
         UserError: see `anchorline.settings.load`.
@@ -70,7 +70,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_preparation(path: str | Path, overrides: Sequence[str] = ()) -> Preparation:
-    """As `load_config`, of what is to be prepared; of a run's config, what it would train on is.
+    """As `load_config`, for `torchtrain prepare`. A run's config is accepted too: its tokenizer and data are used.
 
     Raises:
         UserError: see `anchorline.settings.load`.
@@ -90,10 +90,10 @@ def _preparation_of(tree: settings.Tree) -> settings.Tree:
 
 
 def dump_config(config: Config) -> str:
-    """Return the resolved config, every default written out, as YAML that `load_config` reads back to an equal one."""
+    """Return the config with every default as YAML, from which `load_config` reads an equal config."""
     return settings.dump(config.model_dump(mode="json"))
 
 
 def fill_empty_sections(tree: settings.Tree) -> settings.Tree:
-    """Return the tree with an empty section in place of a bare key, such as `train:`."""
+    """Return the tree with an empty section for each key without a value, such as `train:`."""
     return {name: {} if section is None else section for name, section in tree.items()}

@@ -1,4 +1,4 @@
-"""How documents become rows: the mask variants and their names."""
+"""How documents become rows, and the mask variants."""
 
 from typing import Annotated, Literal, Self
 
@@ -14,32 +14,33 @@ class PackConfig(Section):
     """How documents become rows of `sequence_length` tokens: the mask variant and the five arrays."""
 
     sequence_length: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(
-        description="tokens a row; the model's new context length"
+        description="tokens of a row: the new context length"
     )
     variant: Name = Field(
         default="anchor", description="full | intra | intra_reset | anchor, each with +tag and/or +interleave"
     )
     anchor: Literal["auto"] | int | list[int] = Field(
         default="auto",
-        description="token(s) that open every row: auto is the tokenizer's BOS, else its EOS; or token id(s)",
+        description="token id(s) at the start of every row; auto: the tokenizer's BOS, else its EOS",
     )
-    tag_template: Name = Field(default="Source: {domain}\n", description="text that opens each document under +tag")
+    tag_template: Name = Field(default="Source: {domain}\n", description="text before each document with +tag")
     chunks: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(
-        default=4, description="pieces a document is cut into by +interleave"
+        default=4, description="pieces of a document with +interleave"
     )
     split: Literal["even", "random", "authors"] = Field(
         default="even",
-        description="where +interleave cuts: pieces of near equal length, or at random points; `authors`: the rule of "
-        "the authors' code, which splits documents of 64 to 2,048 tokens alone, into 2 or 3 pieces",
+        description="where +interleave splits a document: into pieces of nearly equal length, or at random points; "
+        "authors: the rule of the authors' code, which splits only documents of 64 to 2,048 tokens, into 2 or 3 pieces",
     )
     cross_document_targets: bool = Field(
         default=False, description="train a document's last token to predict the next document's first (the authors')"
     )
-    last: Literal["pad", "drop"] = Field(default="pad", description="what becomes of the last, unfilled row")
+    last: Literal["pad", "drop"] = Field(default="pad", description="the last, unfilled row is padded or dropped")
     strategy: Literal["sequential", "best_fit", "by_length"] = Field(
         default="sequential",
-        description="how rows are filled: documents end to end (the paper's); only what is longer than a row cut, each "
-        "piece where least room is left; or end to end by length, the rows of a step alike",
+        description="how rows are filled. sequential (the paper's): documents end to end. best_fit: only documents "
+        "longer than a row are split; each piece goes where the least room is left. by_length: end to end, sorted by "
+        "length, so that the rows of a step are alike",
     )
 
     @model_validator(mode="after")
@@ -48,7 +49,7 @@ class PackConfig(Section):
         if base not in BASE_VARIANTS:
             raise ValueError(f"variant {self.variant!r}: {base!r} is none of {', '.join(BASE_VARIANTS)}")
         if len(set(extras)) != len(extras) or not set(extras) <= set(EXTRAS):
-            raise ValueError(f"variant {self.variant!r}: after {base!r} may stand +tag and/or +interleave, each once")
+            raise ValueError(f"variant {self.variant!r}: add only +tag and +interleave to {base!r}, each once")
         if "tag" in extras and "{domain}" not in self.tag_template:
             raise ValueError("tag_template must contain {domain}")
         return self
@@ -56,13 +57,13 @@ class PackConfig(Section):
     @model_validator(mode="after")
     def _pieces_are_counted_once(self) -> Self:
         if self.split == "authors" and self.chunks != type(self).model_fields["chunks"].default:
-            raise ValueError("split authors cuts into 2 or 3 pieces, chunks says another number; remove one")
+            raise ValueError("split authors makes 2 or 3 pieces and does not take chunks; remove one")
         return self
 
     @model_validator(mode="after")
     def _some_row_is_the_last(self) -> Self:
         if self.strategy == "best_fit" and self.last == "drop":
-            raise ValueError("strategy best_fit leaves room in many rows, so that none is the last; set last to pad")
+            raise ValueError("strategy best_fit leaves room in many rows, not only in the last; set last to pad")
         return self
 
     @property
@@ -72,10 +73,10 @@ class PackConfig(Section):
 
     @property
     def tag(self) -> bool:
-        """Whether a tag opens each document."""
+        """Whether a tag precedes each document."""
         return "tag" in self.variant.split("+")
 
     @property
     def interleave(self) -> bool:
-        """Whether documents are cut into chunks that take interleaved positions."""
+        """Whether documents are split into chunks with interleaved positions."""
         return "interleave" in self.variant.split("+")

@@ -1,4 +1,4 @@
-"""The whole of `torchtrain prepare`."""
+"""All settings of `torchtrain prepare`."""
 
 from typing import Annotated, Literal, Self
 
@@ -9,34 +9,34 @@ from torchtrain.config.section import Name, PathText, Section, SmallCount
 
 
 class SlurmConfig(Section):
-    """What `prepare.executor: slurm` asks of the cluster."""
+    """What `prepare.executor: slurm` requests from the cluster."""
 
     environment: Name | None = Field(default=None, description="shell command that activates Python's environment")
     sbatch: dict[Name, Name] = Field(
-        default={}, description="options of sbatch, such as partition and qos; time, the limit of one task: 24:00:00"
+        default={}, description="options of sbatch, such as partition and qos; default of time (for one task): 24:00:00"
     )
 
 
 class PrepareConfig(Section):
-    """How the work of `torchtrain prepare` is spread. The store is the same whatever these settings are."""
+    """How the work of `torchtrain prepare` is spread. These settings do not change the store."""
 
-    executor: Literal["local", "slurm", "ray"] = Field(default="local", description="who runs the tasks")
+    executor: Literal["local", "slurm", "ray"] = Field(default="local", description="where tasks run")
     workers: SmallCount | None = Field(
-        default=None, description="tasks at work at a time; default: one per core, and all of Slurm's or Ray's"
+        default=None, description="tasks that run at a time; default: one per core; with Slurm or Ray all"
     )
-    memory: Annotated[int, Field(ge=1, le=2**16)] = Field(default=2, description="GiB that a task asks of Slurm or Ray")
+    memory: Annotated[int, Field(ge=1, le=2**16)] = Field(default=2, description="GiB of each task with Slurm or Ray")
     slurm: SlurmConfig = SlurmConfig()
 
 
 class TokenizerConfig(Section):
-    """Whose tokenizer."""
+    """The tokenizer."""
 
     source: PathText = Field(description="`smollm2`, a folder, or a hub id")
-    trust_remote_code: bool = Field(default=False, description="run code that comes with the tokenizer")
+    trust_remote_code: bool = Field(default=False, description="run the tokenizer's own code")
 
 
 class Preparation(Section):
-    """The whole of `torchtrain prepare`."""
+    """All settings of `torchtrain prepare`."""
 
     tokenizer: TokenizerConfig
     data: DataConfig

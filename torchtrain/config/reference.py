@@ -1,4 +1,4 @@
-"""Every setting, explained from the schema: `torchtrain config --explain KEY` prints it, docs/settings.md lists all.
+"""Text on every setting, from the schema, for `torchtrain config --explain KEY` and docs/settings.md.
 
 `python -m torchtrain.config.reference > docs/settings.md` writes the page.
 """
@@ -22,14 +22,14 @@ _INTRODUCTION = """# Settings
 
 A run's config has these sections; `torchtrain prepare` reads `tokenizer`, `data` and `prepare`. Write a key in the YAML
 file, or give it on the command line: `train.steps=20`. `torchtrain config --explain KEY` prints one entry of this page.
-An entry has the key, what it takes, its default, its meaning.
+An entry has the key, the allowed values, the default and the meaning.
 `python -m torchtrain.config.reference > docs/settings.md` makes the page.
 """
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of the config: its dotted name, the values that it takes, its default as YAML, and what it means."""
+    """A key of the config: its dotted name, allowed values, default as YAML, and meaning."""
 
     key: str
     values: str
@@ -50,10 +50,10 @@ def explain_settings(key: str) -> str:
     """Return the text on a key, or on all keys of a section.
 
     Raises:
-        UserError: there is no such key: names the nearest.
+        UserError: there is no such key; the message names the nearest one.
     """
     settings = list_settings()
-    # A source is an entry of a list: data.sources.0.files is explained as data.sources.N.files.
+    # The index of a list is N: data.sources.0.files is data.sources.N.files.
     wanted = ".".join("N" if part.isdecimal() else part for part in key.split("."))
     found = [one for one in settings if one.key == wanted or one.key.startswith(wanted + ".")]
     if not found:
@@ -89,7 +89,7 @@ def _walk(schema: type[BaseModel], above: str) -> Iterator[Setting]:
 
 
 def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """Return the section that a field holds, or None, and whether it holds a list of them."""
+    """Return the section in a field, or None, and whether the field is a list of sections."""
     for kind in members_of(annotation):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind, False

@@ -13,13 +13,13 @@ PAPER_ROPE_THETA = {32_768: 1e6, 65_536: 5e6, 131_072: 1e7, 262_144: 5e7}
 class RopeConfig(Section):
     """How RoPE is set for the new context length (`pack.sequence_length`).
 
-    `keep` leaves the model's own type and parameters. Every other type replaces them; parameters that the type does not
-    take are refused.
+    `keep` keeps the model's own type and parameters. Any other type replaces them. Parameters that do not belong to the
+    type are refused.
     """
 
     type: Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = Field(
         default="keep",
-        description="RoPE scaling, as transformers names it; ntk: a larger theta; keep: the model's",
+        description="RoPE scaling by transformers' name; ntk: a larger theta; keep: the model's own",
     )
     theta: Theta | Literal["keep", "paper"] = Field(
         default="keep", description="rope_theta: a number, the model's own, or the paper's for this context length"
@@ -27,11 +27,11 @@ class RopeConfig(Section):
     factor: Stretch | None = Field(default=None, description="scale; default: new length / original length")
     original_max_position_embeddings: Count | None = Field(
         default=None,
-        description="positions a linear model held before its scaling; asked for where its config.json leaves that "
-        "open",
+        description="positions of a model with linear scaling before that scaling; needed if its config.json does not "
+        "say",
     )
     attention_factor: Stretch | None = Field(
-        default=None, description="yarn, longrope: factor on cos and sin; default: by the type's formula"
+        default=None, description="yarn, longrope: factor on cos and sin; default: the type's formula"
     )
     beta_fast: Stretch | None = Field(
         default=None, description="yarn: rotations from which a dimension is not scaled; default: 32"
@@ -65,13 +65,13 @@ class RopeConfig(Section):
             "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
         }[self.type]
         needs = {"llama3": {"low_freq_factor", "high_freq_factor"}, "longrope": {"short_factor", "long_factor"}}
-        of_the_model = ("type", "theta", "original_max_position_embeddings")
-        given = {name for name, value in self if name not in of_the_model and value is not None}
+        other = ("type", "theta", "original_max_position_embeddings")
+        given = {name for name, value in self if name not in other and value is not None}
         if stray := sorted(given - takes):
             raise ValueError(f"rope type {self.type!r} does not take {', '.join(stray)}; remove it or change rope.type")
         if missing := sorted(needs.get(self.type, set()) - given):
             raise ValueError(f"rope type {self.type!r} needs {', '.join(missing)}")
-        ordered = {  # by default transformers' values
+        ordered = {  # defaults are those of transformers
             "yarn": {"beta_fast": self.beta_fast or 32, "beta_slow": self.beta_slow or 1},
             "llama3": {"high_freq_factor": self.high_freq_factor or 0, "low_freq_factor": self.low_freq_factor or 0},
         }

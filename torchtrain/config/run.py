@@ -1,4 +1,4 @@
-"""The run: its folder, what is kept of it, what is measured of it, and which services get its metrics."""
+"""The run: its folder, saves, evaluations and logs."""
 
 from typing import Self
 
@@ -8,32 +8,33 @@ from torchtrain.config.section import Count, CountOrZero, Name, PathText, Sectio
 
 
 class RunConfig(Section):
-    """Where a run lives and what makes it repeatable."""
+    """The run's folder and seed."""
 
-    folder: PathText = Field(description="the run's folder; the run writes everything into it")
+    folder: PathText = Field(description="folder for everything that the run writes")
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of packing, shuffling and torch")
 
 
 class SaveConfig(Section):
-    """What is kept of a run: checkpoints to resume from, and models to use."""
+    """What a run saves: checkpoints to resume from, and models to use."""
 
     every: CountOrZero = Field(
         default=100,
-        description="steps between two checkpoints, from which `torchtrain resume` continues; the last step saves too; "
-        "0: no checkpoints",
+        description="steps between two checkpoints, for `torchtrain resume`; the last step saves too; 0: no "
+        "checkpoints",
     )
     asynchronous: bool = Field(
         default=True,
-        description="copy the state to host memory (12 bytes a weight) and write it while training goes on; a process "
+        description="copy the state to host memory (12 bytes a weight) and write it while training goes on; a run "
         "killed meanwhile resumes from the checkpoint before",
     )
-    keep: Count = Field(default=2, description="how many checkpoints are kept, the last ones")
+    keep: Count = Field(default=2, description="number of checkpoints to keep, the last ones")
     last: Count = Field(
         default=1,
-        description="how many models are kept: the trained one, and in exports/ those of steps before the end",
+        description="number of models to keep: the trained one, and in exports/ models of earlier steps",
     )
     last_every: Count | None = Field(
-        default=None, description="steps between two of the models that last keeps; default: those of the last saves"
+        default=None,
+        description="steps between two of the models that last keeps; default: models of the last checkpoints",
     )
 
     @model_validator(mode="after")
@@ -43,11 +44,11 @@ class SaveConfig(Section):
         return self
 
     def before_last(self, steps: int) -> range:
-        """Return the steps of a run of `steps` that save, without the last step. That one saves unless `every` is 0."""
+        """Return the steps that save, of a run of `steps`, without the last one, which saves unless `every` is 0."""
         return range(self.every, steps, self.every) if self.every else range(0)
 
     def exports(self, steps: int) -> range:
-        """Return the steps of a run of `steps` whose models are kept in exports/, without the trained one."""
+        """Return the steps, of a run of `steps`, whose models are kept in exports/."""
         if self.last_every is None:
             saves = self.before_last(steps)
             return saves[max(0, len(saves) - self.last + 1) :]
@@ -58,25 +59,27 @@ class SaveConfig(Section):
 class HeldOutConfig(Section):
     """Held-out loss, before and after training."""
 
-    sequences: Count = Field(default=8, description="largest number of packed rows of held-out documents per domain")
+    sequences: Count = Field(default=8, description="most packed rows of held-out documents per domain")
 
 
 class EvaluationConfig(Section):
-    """A suite of tasks that the model is measured on while it trains; results are in the folder FOLDER-on-the-way.
+    """Evaluation on a suite of tasks during training, which it does not change. Results are in FOLDER-on-the-way.
 
-    It changes nothing of the training. It works with one process, without ZeRO.
+    It works with one process, without ZeRO.
     """
 
     every: CountOrZero = Field(
-        default=0, description="steps between two evaluations; the last step is evaluated, too; 0: no evaluation"
+        default=0, description="steps between two evaluations; the last step is evaluated too; 0: no evaluation"
     )
-    suite: PathText = Field(default="configs/eval/ruler.yaml", description="as torchtrain evaluate --suite")
-    lengths: list[Count] = Field(default=[], max_length=64, description="default: pack.sequence_length")
+    suite: PathText = Field(
+        default="configs/eval/ruler.yaml", description="YAML file of tasks, as for torchtrain evaluate --suite"
+    )
+    lengths: list[Count] = Field(default=[], max_length=64, description="tokens; default: pack.sequence_length")
     samples: Count | None = Field(default=None, description="samples of each task and length; default: the suite's")
 
 
 class LogConfig(Section):
-    """Services that get the content of `metrics.jsonl`, too. Their packages must be installed."""
+    """Services that get the content of `metrics.jsonl`. Their packages must be installed."""
 
-    tensorboard: bool = Field(default=False, description="write TensorBoard's events into the run's folder")
+    tensorboard: bool = Field(default=False, description="write TensorBoard events into the run's folder")
     wandb: Name | None = Field(default=None, description="send to this project of Weights & Biases")

@@ -1,4 +1,4 @@
-"""The optimisation."""
+"""The optimizer and its steps."""
 
 from typing import Annotated, Literal, Self
 
@@ -8,17 +8,19 @@ from torchtrain.config.section import Beta, Count, CountOrZero, Real, Section, S
 
 
 class TrainConfig(Section):
-    """The optimisation: by default the paper's AdamW."""
+    """The optimizer and its steps; by default the paper's AdamW."""
 
     steps: Count = Field(default=2000, description="optimizer steps of the run")
     sequences_per_step: Count = Field(default=8, description="rows in one optimizer step (the global batch)")
     micro_batch: SmallCount = Field(default=1, description="rows in one forward; the rest is gradient accumulation")
     learning_rate: Real = Field(default=2e-5, description="AdamW's peak learning rate")
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        default="constant", description="how the learning rate falls after the warm-up"
+        default="constant", description="how the learning rate changes after the warm-up"
     )
     warmup_steps: CountOrZero = Field(default=0, description="steps in which the learning rate rises from 0")
-    min_learning_rate_share: Share = Field(default=0.0, description="where cosine and linear end, as a share")
+    min_learning_rate_share: Share = Field(
+        default=0.0, description="share of the learning rate at which cosine and linear end"
+    )
     weight_decay: Annotated[float, Field(ge=0, le=1e30)] = Field(default=0.1, description="AdamW's weight decay")
     betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.95), strict=False, description="AdamW's decay rates of the two moments"
@@ -28,15 +30,17 @@ class TrainConfig(Section):
     loss_chunk: Count = Field(default=1024, description="tokens whose logits exist at one time")
     deterministic: bool = Field(
         default=False,
-        description="add up in one order on a GPU, too, so that a run repeats and resumes with the same bits; costs "
-        "time and memory of FlashAttention's backward pass",
+        description="use deterministic algorithms on a GPU, so that a run repeats and resumes bit by bit; "
+        "FlashAttention's backward pass then takes more time and memory",
     )
     skip_bad_steps: CountOrZero = Field(
         default=0,
-        description="steps of the run that may be left out because loss or gradient is not finite (or a spike)",
+        description="number of bad steps that the run may leave out: loss or gradient is not finite, or the loss "
+        "spikes",
     )
     loss_spike: Annotated[float, Field(gt=1, le=1e30)] | None = Field(
-        default=None, description="a step is bad, too, whose loss is above this many times the mean of the 16 before it"
+        default=None,
+        description="a step is bad too if its loss is above this many times the mean of the 16 losses before it",
     )
 
     @model_validator(mode="after")

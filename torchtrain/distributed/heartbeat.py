@@ -7,7 +7,6 @@ on every node, and one rank alone prints it. The thread goes on while the progra
 """
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from anchorline.command import INTERRUPTED
 from anchorline.errors import UserError
+from torchtrain.distributed.signals import ignore_sigterm
 from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, Terminated
 
 # Seconds between two signs of life, and without one until a rank counts as lost. torchrun kills the processes of a node
@@ -52,7 +52,7 @@ def heartbeat(rank: int, size: int) -> Iterator[None]:
         yield
     except BaseException as error:
         agreed = isinstance(error, Terminated) and error.agreed
-        with _ignore_sigterm():
+        with ignore_sigterm():
             thread.stop(None if agreed else f"{rank} {_exit_code(error)}", wait=True)
         interrupted = isinstance(error, KeyboardInterrupt)
         if thread.other_code is None:
@@ -72,19 +72,6 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     return 2 if isinstance(error, UserError) else 1
-
-
-@contextmanager
-def _ignore_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM: torchrun sends it to the processes that are left, and this one already has its reason to end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _HeartbeatThread(threading.Thread):

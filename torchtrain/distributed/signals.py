@@ -42,6 +42,19 @@ def call_on_signal(handle: Callable[[int], None]) -> Iterator[None]:
         os.close(reader)
 
 
+@contextmanager
+def ignore_sigterm() -> Iterator[None]:
+    """Ignore SIGTERM, which torchrun sends to a process that already has its reason to end, and its exit code."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def exit_on_signal(rank: int, address: str) -> AbstractContextManager[None]:
     """Exit at once, with one line, when SIGTERM or Ctrl-C comes while the processes of a run connect.
 

@@ -33,8 +33,8 @@ CALLS = (
 LAYOUTS = {"alone": (), "two": ("distributed.zero_stage=2", "distributed.sequence_parallel=2")}
 # Seconds, where only what happens matters.
 QUICK = {
-    "torchtrain.commands.ending._SECONDS_BEFORE_LEAVING": 1.0,
-    "torchtrain.commands.ending._SECONDS_BEFORE_SPEAKING": 0.3,
+    "torchtrain.commands.ending._SECONDS_BEFORE_EXIT": 1.0,
+    "torchtrain.commands.ending._SECONDS_BEFORE_MESSAGE": 0.3,
     "torchtrain.distributed.heartbeat.PERIOD": 0.3,
     "torchtrain.distributed.heartbeat.GRACE": 1.0,
 }

@@ -301,7 +301,7 @@ MODULES = r"it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj
             r"model.lora.rank 65536: is more than .* adapter can use, 32 in .* set it to 32 or less$",
         ),
         ({"r": 8}, [], "model.lora.r: unknown key"),
-        ({"dropout": 0.1}, ["model.layer_chunk=32"], "lora.dropout 0.1 does not go with layer_chunk"),
+        ({"dropout": 0.1}, ["model.layer_chunk=32"], "lora.dropout 0.1 does not work with layer_chunk"),
         ({}, ["model.fused=compile"], "model.fused compile: does not go with model.lora"),
     ],
 )

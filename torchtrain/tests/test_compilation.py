@@ -101,7 +101,7 @@ def test_a_compiler_is_tried_before_anything_is_prepared(monkeypatch, fresh):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ("model.layer_chunk=8", "model.layer_chunk, which cuts a layer up; set that to null"),
+        ("model.layer_chunk=8", "model.layer_chunk, which splits a layer; set that to null"),
         ("model.activation_checkpointing=offload", "model.activation_checkpointing offload, .* to true"),
     ],
 )

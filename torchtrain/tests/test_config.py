@@ -96,7 +96,7 @@ def test_overrides(load):
         ("data.sources.0.split=test", r"data\.sources\.0: .*belong to a `dataset` source"),
         (
             "data={prepared: a, min_tokens: 2}",
-            r"data: min_tokens belongs to what made the store of prepared; remove it, or give its sources",
+            r"data: min_tokens was decided when the store of prepared was made; remove it, or give its sources",
         ),
         ("data.sources=[]", r"data: there is nothing to read; give sources, or prepared"),
         ("data.held_out_share=1.5", r"data\.held_out_share: 1\.5: "),

@@ -14,8 +14,8 @@ from torchtrain.training.events import read_metrics
 
 # Seconds, where only what happens matters.
 QUICK = {
-    "torchtrain.commands.ending._SECONDS_BEFORE_LEAVING": 1.0,
-    "torchtrain.commands.ending._SECONDS_BEFORE_SPEAKING": 0.3,
+    "torchtrain.commands.ending._SECONDS_BEFORE_EXIT": 1.0,
+    "torchtrain.commands.ending._SECONDS_BEFORE_MESSAGE": 0.3,
     "torchtrain.distributed.heartbeat.PERIOD": 0.3,
     "torchtrain.distributed.heartbeat.GRACE": 1.0,
 }
@@ -36,7 +36,7 @@ def test_a_dead_process_stops_the_other_and_the_run_goes_on(place, straight_on_t
     assert_same(place.folder / "dead", straight_on_two)
 
 
-def test_a_process_that_fails_alone_speaks_alone(place):
+def test_a_process_that_fails_alone_reports_alone(place):
     """Its traceback is what matters; the other, which waits for it in a collective, leaves in silence."""
     fault: dict[str, Any] = {"at": "gradient", "nth": 2, "rank": 1, "error": "CUDA out of memory"}
     assert place.train("fails", *TWO, processes=2, set=QUICK, **fault) == [1, 70]

@@ -48,7 +48,7 @@ def test_only_rounding_after_rope_breaks_relativity(place):
 
 
 def test_it_is_for_float32_and_for_projections_that_rope_follows():
-    with pytest.raises(ValueError, match="round_qk after_rope: rounds q and k of float32"):
+    with pytest.raises(ValueError, match="round_qk after_rope: works only with dtype float32"):
         ModelConfig(source="m", dtype="bfloat16", round_qk="after_rope")
     with pytest.raises(UserError, match=r"model\.round_qk"):
         round_queries_and_keys(torch.nn.Linear(2, 2), "after_rope", 7)

@@ -200,5 +200,5 @@ def test_the_authors_split_documents_of_64_to_2048_tokens_alone():
 
 
 def test_the_authors_rule_has_no_chunks():
-    with pytest.raises(ValueError, match="split authors cuts into 2 or 3 pieces, chunks says another number"):
+    with pytest.raises(ValueError, match="split authors makes 2 or 3 pieces and does not take chunks"):
         PackConfig(sequence_length=41, split="authors", chunks=3)
