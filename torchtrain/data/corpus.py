@@ -119,7 +119,7 @@ def list_tasks(sources: Sequence[Source]) -> list[Task]:
     return tasks
 
 
-def digest_of(tasks: Sequence[Task]) -> str:
+def digest_tasks(tasks: Sequence[Task]) -> str:
     """Return a digest of which task reads what, whichever folder the files are in."""
     content = [(task.source, [(part.number, part.bytes) for part in task.parts]) for task in tasks]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -210,30 +210,30 @@ def _read_part(source: Source, part: SourcePart | None) -> Iterator[Record]:
     number, text_field = part.number if part else 0, source.text_field
     if source.demo is not None:
         texts = corpora.documents(source.demo, f"data.sources: demo {source.demo!r}")
-        found, text_field = ((where, {"text": text}) for where, text in texts), "text"
+        records, text_field = ((where, {"text": text}) for where, text in texts), "text"
     elif source.dataset is not None:
-        found = dataset_items(source, part.number if part else None)
+        records = dataset_items(source, part.number if part else None)
     else:
         assert part is not None
         named = {"text_field": source.text_field, "domain_field": source.domain_field}
         fields = {setting: name for setting, name in named.items() if name is not None}
         if source.texts is None:
-            found = items(part.place, fields, everything=bool(source.filters))
+            records = items(part.place, fields, everything=bool(source.filters))
         else:
-            found = (text_item(one) for one in (part.place,))
+            records = (text_item(one) for one in (part.place,))
     if source.sample is not None:
-        found = _sample(found, source.sample, random_stream(source.sample_seed, SAMPLE, number))
+        records = _sample(records, source.sample, random_stream(source.sample_seed, SAMPLE, number))
     rename, name = source.rename or {}, source_name(source)
     filters = make_filters(source)
-    for where, item in found:
+    for where, item in records:
         record = _record(where, item, text_field, source.domain_field, rename.get(name, name), rename)
         yield _filter(record, item, filters) if filters and isinstance(record, Document) else record
 
 
-def _sample(found: Iterator[tuple[str, Any]], share: float, random: np.random.Generator) -> Iterator[tuple[str, Any]]:
+def _sample(records: Iterator[tuple[str, Any]], share: float, random: np.random.Generator) -> Iterator[tuple[str, Any]]:
     """Yield each item with the same odds: which are drawn depends on their numbers in the part alone."""
     draws: list[float] = []
-    for item in found:
+    for item in records:
         if not draws:
             draws = random.random(_DRAWS).tolist()
         if draws.pop() < share:
@@ -248,7 +248,7 @@ def make_filters(source: Source) -> list[Any]:
     """
     blocks = []
     for setting in source.filters:
-        said = f"data.sources: filter {quoted(setting.name)}"
+        opening = f"data.sources: filter {quoted(setting.name)}"
         module, _, name = setting.name.rpartition(".")
         try:
             if not module:
@@ -258,9 +258,9 @@ def make_filters(source: Source) -> list[Any]:
                 kind = getattr(importlib.import_module(module), name)
             blocks.append(kind(**setting.options))
         except StopIteration:
-            raise UserError(f"{said}: is none of {' or '.join(_BLOCKS)}; give package.module.Class") from None
+            raise UserError(f"{opening}: is none of {' or '.join(_BLOCKS)}; give package.module.Class") from None
         except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as error:
-            raise UserError(f"{said}: cannot be made: {quoted_reason(error)}; correct its name or options") from None
+            raise UserError(f"{opening}: cannot be made: {quoted_reason(error)}; correct its name or options") from None
     return blocks
 
 
@@ -314,11 +314,11 @@ def _record(
         if isinstance(item, BadItemError):
             raise item
         if domain_field is not None:
-            found = _string(item, domain_field, "domain_field")
+            named = _string(item, domain_field, "domain_field")
             # It will be in files, tables and on screens.
-            if any(unicodedata.category(character) == "Cc" for character in found):
+            if any(unicodedata.category(character) == "Cc" for character in named):
                 raise BadItemError(f"{domain_field!r} holds control characters")
-            domain = rename.get(found, found)
+            domain = rename.get(named, named)
         return Document(_string(item, text_field, "text_field"), domain, where)
     except BadItemError as why:
         return BadRecord(where, str(why), domain)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig
-from torchtrain.data.encode import special_tokens_of
+from torchtrain.data.encode import list_special_tokens
 from torchtrain.data.packing import INTERLEAVE, PackPlan, random_stream
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.data.store import Documents
@@ -179,11 +179,11 @@ def tag_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig, domains: Seq
     if not pack.tag:
         return {}
     tags = {}
-    special = special_tokens_of(tokenizer)
+    special = list_special_tokens(tokenizer)
     for index, domain in enumerate(domains):
-        if found := [content for content in special if content in domain]:
+        if held := [content for content in special if content in domain]:
             raise UserError(
-                f"data.sources: the domain {quoted(domain)} holds the special token {quoted(found[0])}, which a tag "
+                f"data.sources: the domain {quoted(domain)} holds the special token {quoted(held[0])}, which a tag "
                 "cannot write; rename it (domain), or leave +tag out of pack.variant"
             )
         text = pack.tag_template.replace("{domain}", domain)

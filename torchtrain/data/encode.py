@@ -39,8 +39,8 @@ class Encoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", special_tokens: Literal["text", "control"]) -> None:
         self._tokenizer, self._as_text = tokenizer, special_tokens == "text"
         self._plain = _is_plain(type(tokenizer))
-        self._control = control_tokens(tokenizer)
-        names = sorted(special_tokens_of(tokenizer), key=len, reverse=True)
+        self._control = list_control_tokens(tokenizer)
+        names = sorted(list_special_tokens(tokenizer), key=len, reverse=True)
         self._looks = re.compile("|".join(map(re.escape, names))) if names else None
 
     def looks_special(self, text: str) -> bool:
@@ -49,7 +49,7 @@ class Encoder:
 
     def too_long(self, text: str) -> bool:
         """Whether a text holds a stretch without a place to cut it that is more than the tokenizer should be given."""
-        return len(text) > MOST_WITHOUT_CUT and max(map(len, self._pieces(text))) > MOST_WITHOUT_CUT
+        return len(text) > MOST_WITHOUT_CUT and any(len(piece) > MOST_WITHOUT_CUT for piece, _ in self._pieces(text))
 
     def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         """Yield the tokens of each text, int32 [tokens], in order.
@@ -68,18 +68,12 @@ class Encoder:
         """Yield the tokens of each piece, and whether it is the last of its text."""
         batch: list[tuple[str, bool]] = []
         characters = 0
-        for text in texts:
-            ahead = None
-            for piece in self._pieces(text):
-                if ahead is not None:
-                    batch.append((ahead, False))
-                ahead = piece
-                characters += len(piece)
-                if characters >= BATCH_CHARACTERS:
-                    yield from self._encode_batch(batch)
-                    batch, characters = [], len(piece)
-            assert ahead is not None
-            batch.append((ahead, True))
+        for piece, ends in (pair for text in texts for pair in self._pieces(text)):
+            if batch and characters + len(piece) >= BATCH_CHARACTERS:
+                yield from self._encode_batch(batch)
+                batch, characters = [], 0
+            batch.append((piece, ends))
+            characters += len(piece)
         yield from self._encode_batch(batch)
 
     def _encode_batch(self, batch: Sequence[tuple[str, bool]]) -> Iterator[tuple[np.ndarray, bool]]:
@@ -104,18 +98,20 @@ class Encoder:
         for encoding in backend.encode_batch_fast(pieces, add_special_tokens=False):
             yield encoding.ids
 
-    def _pieces(self, text: str) -> Iterator[str]:
-        """Yield the pieces of a text, each of `PIECE` characters or, up to the next place for a cut, more."""
+    def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Yield the pieces of a text, each of `PIECE` characters or, up to the next place for a cut, more; and whether
+        it is the last.
+        """
         start = 0
         while len(text) - start > PIECE and (cut := self._find_cut(text, start + PIECE)):
-            yield text[start : cut[0]]
+            yield text[start : cut[0]], False
             start = cut[1]
-        yield text[start:]
+        yield text[start:], True
 
     def _find_cut(self, text: str, after: int) -> tuple[int, int] | None:
         """Return where a piece may end and where the next begins: there, or behind a space that the tokenizer adds."""
-        for found in islice(_ENDS_OF_WORDS.finditer(text, after), _MOST_ENDS):
-            cut = found.start()
+        for end in islice(_ENDS_OF_WORDS.finditer(text, after), _MOST_ENDS):
+            cut = end.start()
             for begin in (cut, cut + 1) if text[cut] == " " else (cut,):
                 if all(
                     self._is_exact(text[max(0, cut - size) : cut], text[cut:begin], text[begin : cut + size])
@@ -132,12 +128,10 @@ class Encoder:
         """Spell out the control tokens that the model itself makes of a text: its vocabulary may hold them like words,
         and then that the tokenizer does not look for them is not enough.
         """
-        found = np.isin(tokens, list(self._control.values()))
-        if not found.any():
+        control = set(self._control.values())
+        if not np.isin(tokens, list(control)).any():
             return tokens
-        parts = [
-            self._spell(token) if special else [token] for token, special in zip(tokens.tolist(), found, strict=True)
-        ]
+        parts = (self._spell(token) if token in control else [token] for token in tokens.tolist())
         return np.array([token for part in parts for token in part], dtype=np.int32)
 
     def _spell(self, token: int) -> list[int]:
@@ -145,7 +139,7 @@ class Encoder:
         model, control = self._tokenizer.backend_tokenizer.model, set(self._control.values())
         content = next(content for content, index in self._control.items() if index == token)
         for parts in ([content[:1], content[1:]], list(content)):
-            ids = [found.id for part in parts if part for found in model.tokenize(part)]
+            ids = [piece.id for part in parts if part for piece in model.tokenize(part)]
             if ids and not control & set(ids):
                 return ids
         raise UserError(
@@ -161,14 +155,14 @@ def _is_plain(kind: type) -> bool:
     return all(getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("__call__", "_encode_plus"))
 
 
-def special_tokens_of(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
+def list_special_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
     """Return the tokens that are not text, content -> id: those added as special, and BOS, EOS, padding and so on."""
-    found = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    found |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    return {content: index for content, index in found.items() if content and index is not None}
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return {content: index for content, index in special.items() if content and index is not None}
 
 
-def control_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
+def list_control_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
     """Return the special tokens that steer.
 
     What the model writes where it knows no token does not: text may be unknown.
@@ -177,4 +171,4 @@ def control_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
     unknown = model.get("unk_id")
     if model.get("unk_token") is not None:
         unknown = tokenizer.backend_tokenizer.token_to_id(model["unk_token"])
-    return {content: index for content, index in special_tokens_of(tokenizer).items() if index != unknown}
+    return {content: index for content, index in list_special_tokens(tokenizer).items() if index != unknown}

@@ -84,19 +84,19 @@ def list_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[FileInfo]:
     """
     shown = f"data.sources: files {quoted(pattern)}"
     try:
-        found = _list_url(pattern) if is_url(pattern) else _list_disk(pattern, kinds)
+        files = _list_url(pattern) if is_url(pattern) else _list_disk(pattern, kinds)
     except UserError:
         raise
     except FileNotFoundError:
-        found = []
+        files = []
     except _FAULTS as error:
         raise UserError(f"{shown} cannot be listed: {quoted_reason(error)}") from None
-    if not found:
+    if not files:
         raise UserError(f"{shown} matches no file; check the path (from {Path.cwd()}) or the URL")
-    for file in found:
+    for file in files:
         if not file.place.partition("::")[0].endswith(kinds):
             raise _not_a_file(file.place, pattern, kinds)
-    return found
+    return files
 
 
 def _list_disk(pattern: str, kinds: tuple[str, ...]) -> list[FileInfo]:
@@ -104,7 +104,7 @@ def _list_disk(pattern: str, kinds: tuple[str, ...]) -> list[FileInfo]:
     if kinds[0] and folder.is_dir():
         each = quoted(str(folder / f"*{kinds[0]}"))
         raise UserError(f"data.sources: files {quoted(pattern)} is a folder; give its files, such as {each}")
-    found = set()
+    files = set()
     root = os.sep if folder.is_absolute() else ""
     for path in map(Path, _matches(root, [part for part in folder.parts if part != os.sep], ())):
         if not kinds[0] and path.is_dir():
@@ -112,8 +112,8 @@ def _list_disk(pattern: str, kinds: tuple[str, ...]) -> list[FileInfo]:
         # Checked at once: the rest may be a whole disk.
         if not path.name.endswith(kinds) or not path.is_file():
             raise _not_a_file(str(path), pattern, kinds)
-        found.add(path)
-    return [FileInfo(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in sorted(found)]
+        files.add(path)
+    return [FileInfo(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in sorted(files)]
 
 
 def _matches(folder: str, parts: Sequence[str], above: tuple[str, ...]) -> Iterator[str]:
@@ -146,7 +146,7 @@ def _list_url(pattern: str) -> list[FileInfo]:
     first, *rest = pattern.split("::")
     system, path = fsspec.core.url_to_fs(pattern)
     matches = system.glob(path, detail=True)
-    found = []
+    files = []
     for name in sorted(matches):
         info = matches[name] if matches[name].get("size") is not None else system.info(name)
         if info.get("type") == "directory":
@@ -155,8 +155,8 @@ def _list_url(pattern: str) -> list[FileInfo]:
         if rest:  # `unstrip_protocol` does not know of the place behind `::`
             url = "::".join([f"{first.partition('://')[0]}://{name}", *rest])
         version = next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
-        found.append(FileInfo(url, int(info.get("size") or 0), version))
-    return found
+        files.append(FileInfo(url, int(info.get("size") or 0), version))
+    return files
 
 
 def _not_a_file(place: str, pattern: str, kinds: tuple[str, ...]) -> UserError:
@@ -187,7 +187,7 @@ def text_item(place: str) -> tuple[str, Any]:
     Raises:
         UserError: it cannot be read.
     """
-    with _names_fault(place), _open(place) as file:
+    with _name_fault(place), _open(place) as file:
         content = file.read(MOST_LINE_BYTES + 1)
     if len(content) > MOST_LINE_BYTES:
         return place, BadItemError(f"is longer than {MOST_LINE_BYTES:,} bytes")
@@ -200,7 +200,7 @@ def text_item(place: str) -> tuple[str, Any]:
 
 def _jsonl_items(place: str) -> Iterator[tuple[str, Any]]:
     number = 0
-    with _names_fault(place, lambda: f" breaks off after line {number}"), _open_decompressed(place) as file:
+    with _name_fault(place, lambda: f" breaks off after line {number}"), _open_decompressed(place) as file:
         for number, line in enumerate(_lines(file), start=1):
             if line is None:
                 yield f"{place}:{number}", BadItemError(f"is longer than {MOST_LINE_BYTES:,} bytes")
@@ -233,7 +233,7 @@ def _parquet_items(place: str, fields: dict[str, str], everything: bool) -> Iter
 
     number = 0
     with (
-        _names_fault(place, lambda: f" cannot be read after row {number}"),
+        _name_fault(place, lambda: f" cannot be read after row {number}"),
         _open(place) as raw,
         parquet.ParquetFile(raw if is_url(place) else place) as file,
     ):
@@ -292,7 +292,7 @@ def _open(place: str) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _names_fault(place: str, how_far: Callable[[], str] = lambda: "") -> Iterator[None]:
+def _name_fault(place: str, how_far: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Turn a failure to read a file into a UserError that names the file."""
     try:
         yield
@@ -321,7 +321,7 @@ def count_shards(source: Source) -> int:
     Raises:
         UserError: as `dataset_items`.
     """
-    with _names_dataset_fault(source):
+    with _name_dataset_fault(source):
         return int(_load_dataset(source, streaming=True).num_shards)
 
 
@@ -337,12 +337,12 @@ def dataset_items(source: Source, shard: int | None = None) -> Iterator[tuple[st
     """
     name = f"{source.dataset} [{source.split}]" + ("" if shard is None else f" shard {shard}")
     number = 0
-    with _names_dataset_fault(source, lambda: number):
-        found = _load_dataset(source, streaming=source.streaming or shard is not None)
+    with _name_dataset_fault(source, lambda: number):
+        rows = _load_dataset(source, streaming=source.streaming or shard is not None)
         if shard is not None:
-            found = found.shard(num_shards=found.num_shards, index=shard)
+            rows = rows.shard(num_shards=rows.num_shards, index=shard)
         # As Arrow tables: of a string that is not UTF-8, datasets' own rows would raise for all that follow it.
-        for table in found.with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME):
+        for table in rows.with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME):
             for item in (item for batch in table.to_batches() for item in _rows_of(batch)):
                 number += 1
                 yield f"{name} record {number}", item
@@ -396,7 +396,7 @@ def _check_hub(source: Source) -> None:
 
 
 @contextmanager
-def _names_dataset_fault(source: Source, read: Callable[[], int] = lambda: 0) -> Iterator[None]:
+def _name_dataset_fault(source: Source, read: Callable[[], int] = lambda: 0) -> Iterator[None]:
     """Turn a failure to read a data set into a UserError that names the data set."""
     from datasets.exceptions import DatasetsError
 

@@ -114,10 +114,10 @@ def _files_of(source: Source) -> list[FileInfo]:
         return source_files(source)
     if source.dataset is None or not os.path.isdir(source.dataset):
         return []
-    found = list(itertools.islice(Path(source.dataset).rglob("*"), _MOST_FILES + 1))
-    if len(found) > _MOST_FILES:
+    paths = list(itertools.islice(Path(source.dataset).rglob("*"), _MOST_FILES + 1))
+    if len(paths) > _MOST_FILES:
         raise UserError(f"data.sources: dataset {quoted(source.dataset)}: more than {_MOST_FILES:,} files; narrow it")
-    files = [path for path in sorted(found) if path.is_file()]
+    files = [path for path in sorted(paths) if path.is_file()]
     return [FileInfo(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in files]
 
 
@@ -136,8 +136,8 @@ def check_documents(counts: Sequence[SourceCount], documents: int, data: DataCon
     if documents:
         return
     records, bad = (sum(getattr(count, name) for count in counts) for name in ("records", "bad_records"))
-    found = f"{records} records: {bad} bad, {records - bad} shorter than data.min_tokens {data.min_tokens}"
-    raise UserError(f"data.sources: the corpus is empty: {found if records else 'no records'}; check the sources")
+    why = f"{records} records: {bad} bad, {records - bad} shorter than data.min_tokens {data.min_tokens}"
+    raise UserError(f"data.sources: the corpus is empty: {why if records else 'no records'}; check the sources")
 
 
 @contextmanager

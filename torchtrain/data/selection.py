@@ -54,8 +54,8 @@ class Signer:
 
     def sign(self, text: str) -> np.ndarray:
         """Return the signature of a text, uint64 [14]. Words are what white space divides."""
-        hash_of: Any = self._minhash._hash_func
-        hashes = (hash_of(" ".join(run)) for run in self._runs(self._simplify(text).split()))
+        hash_tokens: Any = self._minhash._hash_func
+        hashes = (hash_tokens(" ".join(run)) for run in self._runs(self._simplify(text).split()))
         lowest: np.ndarray | None = None
         while block := list(islice(hashes, _SHINGLES)):
             minima = np.array(self._minhash.get_signature(np.array(block, dtype=np.uint64).reshape(-1, 1)), np.uint64)
@@ -66,7 +66,7 @@ class Signer:
         return np.array([int.from_bytes(digest, "little") or 1 for digest in digests], dtype=np.uint64)
 
 
-def groups_of(hashes: np.ndarray, signatures: np.ndarray | None) -> np.ndarray:
+def group_copies(hashes: np.ndarray, signatures: np.ndarray | None) -> np.ndarray:
     """Return the same number for documents of one text, int64 [n], counted from 0.
 
     Args:
@@ -91,11 +91,11 @@ def groups_of(hashes: np.ndarray, signatures: np.ndarray | None) -> np.ndarray:
     ends = np.concatenate([start + keys for start, keys in zip(np.cumsum(sizes), shared, strict=False)])
     documents = np.tile(np.arange(len(same)), len(shared))
     edges = coo_array((np.ones(len(ends), dtype=bool), (documents, ends)), shape=(sum(sizes), sum(sizes)))
-    found = connected_components(edges, directed=False)[1][: len(same)]
-    return np.unique(found, return_inverse=True)[1].reshape(-1)
+    groups = connected_components(edges, directed=False)[1][: len(same)]
+    return np.unique(groups, return_inverse=True)[1].reshape(-1)
 
 
-def firsts_of(groups: np.ndarray) -> np.ndarray:
+def find_firsts(groups: np.ndarray) -> np.ndarray:
     """Return whether each document is the first of its group, bool [n]."""
     first = np.zeros(len(groups), dtype=bool)
     first[np.unique(groups, return_index=True)[1]] = True
@@ -115,7 +115,7 @@ class DocumentClass:
     wanted: int
 
 
-def repeats_of(lengths: np.ndarray, domains: np.ndarray, names: Sequence[str], mixture: MixtureConfig) -> np.ndarray:
+def draw_repeats(lengths: np.ndarray, domains: np.ndarray, names: Sequence[str], mixture: MixtureConfig) -> np.ndarray:
     """Return how often each document is taken, uint16 [n]: 0 is left out.
 
     Each class is filled with its documents in an order drawn by the seed, whole passes first. It gets the fewest tokens
@@ -132,7 +132,7 @@ def repeats_of(lengths: np.ndarray, domains: np.ndarray, names: Sequence[str], m
     """
     repeats = np.zeros(len(lengths), dtype=np.uint16)
     is_long = lengths >= mixture.long_tokens
-    for one in classes_of(lengths, domains, names, mixture):
+    for one in count_classes(lengths, domains, names, mixture):
         own = np.flatnonzero((domains == one.domain) & (is_long == one.long))
         if not len(own):
             continue
@@ -145,10 +145,10 @@ def repeats_of(lengths: np.ndarray, domains: np.ndarray, names: Sequence[str], m
     return repeats
 
 
-def classes_of(
+def count_classes(
     lengths: np.ndarray, domains: np.ndarray, names: Sequence[str], mixture: MixtureConfig
 ) -> list[DocumentClass]:
-    """Return what is wanted of the long and of the short documents of each domain. Arguments as `repeats_of`.
+    """Return what is wanted of the long and of the short documents of each domain. Arguments as `draw_repeats`.
 
     The budget of tokens is cut by domain, then between long and short documents. So the shares of domains stay what
     they are while long documents become more (per-source length up-sampling, arXiv 2402.10171, section 3, which keeps
@@ -156,7 +156,7 @@ def classes_of(
     other one of its domain.
 
     Raises:
-        UserError: as `repeats_of`.
+        UserError: as `draw_repeats`.
     """
     is_long = lengths >= mixture.long_tokens
     held = [

@@ -14,7 +14,7 @@ import numpy as np
 
 from torchtrain.config import MixtureConfig
 from torchtrain.data.packing import SHUFFLE, PackPlan, random_stream
-from torchtrain.data.selection import classes_of
+from torchtrain.data.selection import count_classes
 from torchtrain.data.store import TokenStore
 
 ROW_LENGTHS = (8_192, 16_384, 32_768, 65_536, 131_072)
@@ -103,7 +103,7 @@ class StoreStatistics:
     histogram: Histogram
 
 
-def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, seed: int = 0) -> StoreStatistics:
+def count_store(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, seed: int = 0) -> StoreStatistics:
     """Count everything from a store's index.
 
     Args:
@@ -130,13 +130,13 @@ def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, s
         all=_domain("all", lengths, len(lengths), int(lengths.sum()), long_tokens),
         before=before,
         mixture=None if mixture is None else _mixture(store, mixture),
-        rows=[row_statistics(lengths, domains, names, length, seed) for length in row_lengths],
-        balance=balance_of(lengths, sorted(row_lengths)[-2:], seed=seed),
+        rows=[count_rows(lengths, domains, names, length, seed) for length in row_lengths],
+        balance=simulate_ranks(lengths, sorted(row_lengths)[-2:], seed=seed),
         histogram=_histogram(lengths, domains, names),
     )
 
 
-def row_statistics(
+def count_rows(
     lengths: np.ndarray, domains: np.ndarray, names: Sequence[str], sequence_length: int, seed: int = 0
 ) -> RowStatistics:
     """Pack documents one after another and count what each row holds.
@@ -175,7 +175,7 @@ def row_statistics(
     )
 
 
-def balance_of(
+def simulate_ranks(
     lengths: np.ndarray, row_lengths: Sequence[int], ranks: Sequence[int] = RANKS, seed: int = 0
 ) -> list[Balance]:
     """Simulate the first epoch. Leaves out a number of ranks that is larger than the number of rows.
@@ -186,14 +186,14 @@ def balance_of(
         ranks: numbers of rows at a time.
         seed: of the order of documents.
     """
-    found = []
+    balances = []
     for T in row_lengths:
         none = np.zeros_like(lengths)
         in_order = PackPlan(lengths, T, none, seed).live_pairs()
         alike = np.sort(PackPlan(lengths, T, none, seed, strategy="by_length").live_pairs())
         for count in (count for count in ranks if count <= len(in_order)):
-            found.append(Balance(T, count, len(in_order) // count, _excess(in_order, count), _excess(alike, count)))
-    return found
+            balances.append(Balance(T, count, len(in_order) // count, _excess(in_order, count), _excess(alike, count)))
+    return balances
 
 
 def _excess(pairs: np.ndarray, together: int) -> float:
@@ -227,12 +227,12 @@ def _domain(name: str, own: np.ndarray, documents: int, tokens: int, long_tokens
 
 def _mixture(store: TokenStore, mixture: MixtureConfig) -> list[MixtureStatistics]:
     assert store.repeats is not None
-    found = []
+    rows = []
     lengths, domains = store.lengths[store.kept], store.document_domains[store.kept]
-    for one in classes_of(lengths, domains, store.domains, mixture):
+    for one in count_classes(lengths, domains, store.domains, mixture):
         own = store.kept & (store.document_domains == one.domain) & ((store.lengths >= mixture.long_tokens) == one.long)
         repeats = store.repeats[own].astype(np.int64)
-        found.append(
+        rows.append(
             MixtureStatistics(
                 domain=store.domains[one.domain],
                 long=one.long,
@@ -244,7 +244,7 @@ def _mixture(store: TokenStore, mixture: MixtureConfig) -> list[MixtureStatistic
                 most_repeats=int(repeats.max(initial=0)),
             )
         )
-    return found
+    return rows
 
 
 def _histogram(lengths: np.ndarray, domains: np.ndarray, names: Sequence[str]) -> Histogram:

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted
 from anchorline.files import FileEntry, entry_of, read_file
-from torchtrain.data.selection import BUCKETS, firsts_of, groups_of
+from torchtrain.data.selection import BUCKETS, find_firsts, group_copies
 
 OFFSETS, DOMAINS, HASHES, SIGNATURES, REPEATS, BAD_RECORDS, HEADER = (
     "offsets.npy",
@@ -154,7 +154,7 @@ class Documents:
         """Which text each document holds, int64 [documents]: the same number for documents of the same tokens, and
         under `data.near_duplicates` for near duplicates.
         """
-        return groups_of(self.content_hashes, self.signatures)
+        return group_copies(self.content_hashes, self.signatures)
 
     @property
     def kept(self) -> np.ndarray:
@@ -166,7 +166,7 @@ class Documents:
         """64 bits of each document's content, uint64 [documents]; computed if they were not kept."""
         if self.hashes is not None:
             return self.hashes
-        return np.fromiter((hash_of(self.document(i)) for i in range(len(self))), dtype=np.uint64, count=len(self))
+        return np.fromiter((hash_tokens(self.document(i)) for i in range(len(self))), dtype=np.uint64, count=len(self))
 
     @cached_property
     def copies(self) -> int:
@@ -231,22 +231,22 @@ class TokenStore(Documents):
             raise _damage_error(folder, HEADER, disk_fault(error)) from None
         except (ValueError, RecursionError) as error:
             raise _damage_error(folder, HEADER, one_line(error)[:300]) from None
-        found = {}
+        arrays = {}
         for name, entry in header.files.items():
             is_array = name.endswith(".npy")
             _check_file(folder, name, entry, whole=is_array)
             if is_array:
-                found[name] = np.asarray(np.load(folder / name, mmap_mode="r"))
-        signatures = found.get(SIGNATURES)
+                arrays[name] = np.asarray(np.load(folder / name, mmap_mode="r"))
+        signatures = arrays.get(SIGNATURES)
         return cls(
             shards=_Maps(folder, header),
-            offsets=found[OFFSETS],
-            document_domains=found[DOMAINS],
+            offsets=arrays[OFFSETS],
+            document_domains=arrays[DOMAINS],
             domains=header.domains,
             sizes=header.shards,
-            hashes=found[HASHES],
+            hashes=arrays[HASHES],
             signatures=None if signatures is None else signatures.reshape(-1, BUCKETS),
-            repeats=found.get(REPEATS),
+            repeats=arrays.get(REPEATS),
             folder=folder,
             header=header,
         )
@@ -292,7 +292,7 @@ class TokenStore(Documents):
     @cached_property
     def kept(self) -> np.ndarray:
         """Which documents are there to choose from, bool [documents]: all but the duplicates that were removed."""
-        return firsts_of(self.groups) if self.header.duplicates_removed else super().kept
+        return find_firsts(self.groups) if self.header.duplicates_removed else super().kept
 
     @property
     def bad_records(self) -> Path:
@@ -338,12 +338,12 @@ class _Maps(Sequence[np.ndarray]):
             path = self._paths[index]
             # A task that found no document leaves an empty file, which cannot be mapped. A plain array, which is as
             # lazy: each slice of a memmap is another memmap, at some microseconds.
-            found = np.memmap(path, self._type, mode="r") if path.stat().st_size else np.empty(0, self._type)
-            self._maps[index] = np.asarray(found)
+            tokens = np.memmap(path, self._type, mode="r") if path.stat().st_size else np.empty(0, self._type)
+            self._maps[index] = np.asarray(tokens)
         return self._maps[index]
 
 
-def hash_of(tokens: np.ndarray) -> int:
+def hash_tokens(tokens: np.ndarray) -> int:
     """Return 64 bits of a document's content, its tokens as int32.
 
     That two of a hundred million differ in content only has odds of 1 in 3,000.

@@ -32,7 +32,7 @@ from anchorline.environment import usable_cores
 from anchorline.errors import UserError, disk_fault, one_line, quoted, quoted_reason
 from anchorline.files import PARTIAL, commit, read_json, replace_file
 from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source
-from torchtrain.data.corpus import Record, Task, digest_of, list_tasks, read, source_name
+from torchtrain.data.corpus import Record, Task, digest_tasks, list_tasks, read, source_name
 from torchtrain.data.prepare import (
     Report,
     check_documents,
@@ -96,7 +96,7 @@ def prepare_store(
     work, shown = out.with_name(out.name + PARTIAL), f"--out {quoted(out)}"
     tasks = list_tasks(data.sources)
     made_of, encoding = identity(data, tokenizer), tokenizer_identity(tokenizer)
-    name = digest([made_of, encoding, digest_of(tasks)])
+    name = digest([made_of, encoding, digest_tasks(tasks)])
     maker = MakeShard(work.absolute(), data, tasks, tokenizer, one_thread=settings.executor != "local")
     if dry_run:
         return Submitted(len(tasks), _slurm_script(settings, maker, out.name))
@@ -350,7 +350,7 @@ def _run_tasks(
     """
     if settings.executor == "local":
         workers = min(settings.workers or usable_cores(), len(done.missing()))
-        return _run_here(maker, done.missing(), workers, on_task)
+        return _run_locally(maker, done.missing(), workers, on_task)
     done.update_marks()
     if settings.executor == "ray":
         _run_by_ray(settings, maker)
@@ -363,7 +363,7 @@ def _run_tasks(
     return False
 
 
-def _run_here(maker: MakeShard, ranks: Sequence[int], workers: int, on_task: Callable[[], None]) -> bool:
+def _run_locally(maker: MakeShard, ranks: Sequence[int], workers: int, on_task: Callable[[], None]) -> bool:
     """Run tasks by processes of this machine. A task that fails leaves the others alone."""
     if workers == 1:
         for rank in ranks:
@@ -426,14 +426,14 @@ def _run_by_ray(settings: PrepareConfig, maker: MakeShard) -> None:
                 f"Ray does not start: {quoted_reason(error)}; run the command again, or take prepare.executor local"
             ) from None
     try:
-        spread = _spread(settings, maker, maker.work / LOGS)
+        spread = _executor_options(settings, maker, maker.work / LOGS)
         RayPipelineExecutor([maker], mem_per_cpu_gb=settings.memory, **spread).run()
     finally:
         if own:
             ray.shutdown()
 
 
-def _spread(settings: PrepareConfig, maker: MakeShard, logs: Path) -> dict[str, Any]:
+def _executor_options(settings: PrepareConfig, maker: MakeShard, logs: Path) -> dict[str, Any]:
     from datatrove.utils.logging import logger
 
     logger.remove()  # this process says what it has to say through `say`
@@ -460,7 +460,7 @@ def _slurm_executor(settings: PrepareConfig, maker: MakeShard, logs: Path, name:
         job_name=name,
         env_command=slurm.environment or (f"source {activate}" if activate.exists() else unset),
         sbatch_args=dict(slurm.sbatch),  # they win over those above
-        **_spread(settings, maker, logs),
+        **_executor_options(settings, maker, logs),
     )
 
 

@@ -17,7 +17,7 @@ from anchorline.files import FileEntry, sync, write_file
 from torchtrain.config import DataConfig, MixtureConfig, Source
 from torchtrain.data.corpus import BadRecord, Document, FilteredRecord, Record, source_name
 from torchtrain.data.encode import BATCH_CHARACTERS, Encoder
-from torchtrain.data.selection import BUCKETS, Signer, firsts_of, groups_of, repeats_of
+from torchtrain.data.selection import BUCKETS, Signer, draw_repeats, find_firsts, group_copies
 from torchtrain.data.store import (
     BAD_RECORDS,
     DOMAINS,
@@ -32,7 +32,7 @@ from torchtrain.data.store import (
     SourceCount,
     StoreHeader,
     TokenStore,
-    hash_of,
+    hash_tokens,
 )
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class StoreWriter:
         self._digest.update(tokens.data)
         # Not `tofile`, which loses the failure of its last write.
         self._tokens.write(tokens.astype(self._type, copy=False).tobytes())
-        self.hashes.append(hash_of(tokens))
+        self.hashes.append(hash_tokens(tokens))
         if signature is not None:
             self.signatures.extend(signature.tolist())
         self.offsets.append(self.offsets[-1] + len(tokens))
@@ -292,13 +292,13 @@ def join_shards(
 
 def _add_summaries(domains: Iterable[str], summaries: Iterable[DomainSummary]) -> list[DomainSummary]:
     """Add up what tasks counted; domains that have documents come first, in their order."""
-    found: dict[str, DomainSummary | None] = dict.fromkeys(domains)
+    totals: dict[str, DomainSummary | None] = dict.fromkeys(domains)
     for one in summaries:
-        if (so_far := found.get(one.domain)) is not None:
+        if (so_far := totals.get(one.domain)) is not None:
             counts = {name: getattr(so_far, name) + getattr(one, name) for name in _COUNTS}
             one = DomainSummary(one.domain, longest=max(so_far.longest, one.longest), **counts)
-        found[one.domain] = one
-    return [one for one in found.values() if one is not None]
+        totals[one.domain] = one
+    return [one for one in totals.values() if one is not None]
 
 
 def _write_index(
@@ -321,12 +321,12 @@ def _write_index(
         arrays[SIGNATURES] = signatures
     kept = np.ones(len(hashes), dtype=bool)
     if remove_duplicates:
-        kept = firsts_of(groups_of(hashes, signatures.reshape(-1, BUCKETS) if len(signatures) else None))
+        kept = find_firsts(group_copies(hashes, signatures.reshape(-1, BUCKETS) if len(signatures) else None))
         arrays[REPEATS] = kept.astype(np.uint16)
     if mixture is not None:
         arrays[REPEATS] = np.zeros(len(kept), dtype=np.uint16)
         chosen = np.diff(offsets)[kept], document_domains[kept]
-        arrays[REPEATS][kept] = repeats_of(*chosen, header.domains, mixture)
+        arrays[REPEATS][kept] = draw_repeats(*chosen, header.domains, mixture)
     files = dict(header.files)
     for name, content in arrays.items():
         buffer = io.BytesIO()  # not `np.save` into the file, which loses the failure of its last write

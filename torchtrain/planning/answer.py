@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -11,7 +10,7 @@ from torchtrain.config import Config
 from torchtrain.distributed.layout import check_layout
 from torchtrain.modeling.source import find_published
 from torchtrain.planning.budget import GIB, RESERVE, Memory, Shapes, count_memory, model_config, propose
-from torchtrain.planning.flops import bandwidth_of, peak_of
+from torchtrain.planning.flops import peak_of
 from torchtrain.planning.work import (
     Documents,
     Work,
@@ -80,8 +79,6 @@ def print_plan(config: Config, machine: Machine, pace: Pace, document_tokens: fl
     seconds = pace.seconds(work, machine.processes)
     Console().print(_memory_table(memory, machine))
     _print_work(config, shapes, work, documents, seconds)
-    if pace.gpu is not None and _could_fuse(config):
-        _print_fusing(config, shapes, machine, pace.gpu)
     over = machine.hosts is not None and memory.hosts > machine.hosts
     if over:
         when = "loads" if memory.host_load >= memory.host else "trains"
@@ -122,28 +119,6 @@ def _print_work(config: Config, shapes: Shapes, work: Work, documents: Documents
     print(f"models    {saves.models:,} of {saves.model / GIB:,.1f} GiB each")
     written, most = (f"{size / GIB:,.1f} GiB" for size in (saves.written, saves.most))
     print(f"disk      {written} written in all, up to {most} there at a time")
-
-
-def _print_fusing(config: Config, shapes: Shapes, machine: Machine, gpu: str) -> None:
-    """Say what `model.fused: compile` could save at most."""
-    bandwidth = bandwidth_of(gpu)
-    rows = config.train.sequences_per_step * config.distributed.sequence_parallel / machine.processes
-    moved = shapes.run(config).moved * rows / config.train.micro_batch
-    seconds = "" if bandwidth is None else f", {moved / bandwidth:.1f} s at its full bandwidth"
-    print(
-        f"fusing    norms, gates, rotation and sums move {moved / 1e12:.1f} TB a step through a GPU's memory{seconds}; "
-        "model.fused=compile saves a part of that"
-    )
-
-
-def _could_fuse(config: Config) -> bool:
-    """Whether `model.fused: compile` would be new, and goes with the other settings."""
-    tree = config.model_dump()
-    tree["model"]["fused"] = "compile"
-    try:
-        return Config.model_validate(tree) != config
-    except ValidationError:
-        return False
 
 
 def _memory_table(memory: Memory, machine: Machine) -> Table:

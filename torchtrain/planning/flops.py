@@ -57,8 +57,6 @@ _PEAKS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-# Bytes a second that a GPU's memory gives, from the same sheets.
-_BANDWIDTHS = {"B200": 8e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12}
 
 
 @dataclass(frozen=True)
@@ -108,13 +106,4 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 def peak_of(name: str) -> float | None:
     """Return the bfloat16 peak in FLOP/s of a GPU by the name its driver gives, or None."""
-    return _of_gpu(name, _PEAKS)
-
-
-def bandwidth_of(name: str) -> float | None:
-    """Return the bytes a second of a GPU's memory, or None."""
-    return _of_gpu(name, _BANDWIDTHS)
-
-
-def _of_gpu(name: str, table: dict[str, float]) -> float | None:
-    return next((value for known, value in table.items() if re.search(rf"\b{known}\b", name)), None)
+    return next((peak for known, peak in _PEAKS.items() if re.search(rf"\b{known}\b", name)), None)

@@ -47,7 +47,6 @@ _STAND_IN, _EXCHANGED = "anchorline_shapes_only", "anchorline_shapes_exchanged"
 _DOCUMENT = 1024
 _PROCESSORS = 132  # of an H100 or H200, which have more than an A100: the workspace of `deterministic` grows with them
 FLASH_BACKWARD = "torch_attn::_varlen_attn_backward"
-_NOT_FUSED = ("aten::mm", "aten::bmm", "aten::addmm", "torch_attn::", "aten::embedding")
 
 
 class Moment(NamedTuple):
@@ -61,8 +60,6 @@ class Moment(NamedTuple):
 class PeakBytes(TorchDispatchMode):
     """Counts the bytes of all storages made inside the block and still alive: now, at most, and at each moment.
 
-    `moved` are the bytes that operations read and write which `model.fused: compile` would fuse, while `layers_run`.
-
     Args:
         model: its weights were there before, whatever views the block takes of them.
         splits: as `flash_workspace`.
@@ -70,8 +67,7 @@ class PeakBytes(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, splits: int = 1) -> None:
         super().__init__()
-        self.now = self.peak = self.summed = self.moved = 0
-        self.layers_run = False
+        self.now = self.peak = self.summed = 0
         self._splits = splits
         self._moments: dict[tuple[int, int], int] = {}
         self._known: Any = WeakIdKeyDictionary()
@@ -81,9 +77,9 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, then count what it made."""
         result = func(*args, **(kwargs or {}))
-        made = [self._count(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if self.layers_run and any(made) and not func._schema.name.startswith(_NOT_FUSED):
-            self.moved += sum(x.nbytes for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf)
         if func._schema.name == FLASH_BACKWARD:
             self._note(self.now + flash_workspace(args, self._splits))
         return result
@@ -98,16 +94,15 @@ class PeakBytes(TorchDispatchMode):
         """Return the most that was held for each number of gradients."""
         return tuple(Moment(held, *key) for key, held in self._moments.items())
 
-    def _count(self, x: Tensor) -> bool:
-        """Count a tensor's storage; return whether it is new."""
+    def _count(self, x: Tensor) -> None:
+        """Count a tensor's storage, unless it is known."""
         storage = x.untyped_storage()
         if storage in self._known:
-            return False
+            return
         self._known[storage] = True
         self.now += storage.nbytes()
         weakref.finalize(storage, self._free, storage.nbytes())
         self._note(self.now)
-        return True
 
     def _note(self, held: int, adding: int = 0) -> None:
         key = (self.summed, adding)
@@ -141,7 +136,6 @@ class Pass:
 
     moments: tuple[Moment, ...]
     weights: int  # that are trained
-    moved: int  # bytes, by what `model.fused: compile` would fuse
 
     def most(
         self,
@@ -269,18 +263,15 @@ def _count_pass(model: "PreTrainedModel", plan: AttentionPlan, chunk: int, split
     with PeakBytes(model, splits) as watch:
         trained = [p for p in model.parameters() if p.requires_grad]
         hooks = [p.register_post_accumulate_grad_hook(watch.take) for p in trained]
-        watch.layers_run = True
         hidden_BtM = hidden_states(model, part, plan)
-        watch.layers_run = False
         total, _ = chunked_cross_entropy(
             head_of(model), hidden_BtM, Labels(index_n, index_n), chunk, rule=LogitRule.of(model)
         )
         del hidden_BtM
-        watch.layers_run = True
         total.backward()
         for hook in hooks:
             hook.remove()
-    return Pass(watch.moments(), sum(p.numel() for p in trained), watch.moved)
+    return Pass(watch.moments(), sum(p.numel() for p in trained))
 
 
 def _attention(

@@ -19,7 +19,7 @@ from torchtrain.config import Config
 from torchtrain.distributed.world import World
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.lock import hold
-from torchtrain.run.session import layout_of
+from torchtrain.run.session import read_layout
 from torchtrain.run.setup import Setup
 from torchtrain.run.termination import Termination
 from torchtrain.training.events import NOTHING, check_beginning, rewind_metrics
@@ -138,7 +138,7 @@ class Opening:
 
     def _return_to(self, checkpoint: Manifest | None, setup: Setup) -> None:
         """Remove what the run left after the checkpoint."""
-        layout = layout_of(self.config, setup, self.world)
+        layout = read_layout(self.config, setup, self.world)
         if checkpoint is not None and (changed := describe_changes(checkpoint, layout)):
             self.log(f"warning   the last digits may differ from those of an uninterrupted run: {changed}")
         done, events = _locate(checkpoint)

@@ -39,7 +39,7 @@ from torchtrain.run.session import Session
 from torchtrain.run.setup import Setup, set_up
 from torchtrain.run.steps import check_finite, take_steps
 from torchtrain.run.termination import Termination, answer_interrupts
-from torchtrain.run.verify import training_of
+from torchtrain.run.verify import describe_training
 from torchtrain.training.determinism import deterministic
 from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out
@@ -316,7 +316,7 @@ class Trainer:
                 and does not end the run.
         """
         if self.evaluation is not None and self.evaluation.due(session.step):
-            setup, training = session.setup, training_of(self.config, session.setup.record)
+            setup, training = session.setup, describe_training(self.config, session.setup.record)
             self.evaluation.measure(
                 setup.model, setup.tokenizer, session.step, self.log, lambda: self._check_stop(session), training
             )

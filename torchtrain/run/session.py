@@ -194,7 +194,7 @@ class Session:
                 before=[(mean.total, mean.tokens) for mean in self.before.means()],
                 metrics=self._metrics.settle(),
             ),
-            layout=layout_of(self._config, self.setup, self.strategy.world),
+            layout=read_layout(self._config, self.setup, self.strategy.world),
             config=self._config.model_dump(mode="json"),
             identity=self.setup.identity,
             versions=versions(),
@@ -361,7 +361,7 @@ def _save_adapter(setup: Setup, lora: LoraSettings, adapter: dict[str, Tensor], 
     save_adapter(setup.model, lora, setup.base, adapter, folder / ADAPTER)
 
 
-def layout_of(config: Config, setup: Setup, world: World) -> ProcessLayout:
+def read_layout(config: Config, setup: Setup, world: World) -> ProcessLayout:
     """Return the device of a run, and how it is spread over processes."""
     distributed, train = config.distributed, config.train
     return ProcessLayout(

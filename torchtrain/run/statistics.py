@@ -22,7 +22,7 @@ from anchorline.page.figures import SERIES
 from torchtrain import data
 from torchtrain.config import ModelConfig, Preparation
 from torchtrain.data import TokenStore
-from torchtrain.data.statistics import ROW_LENGTHS, Histogram, RowStatistics, StoreStatistics, statistics_of
+from torchtrain.data.statistics import ROW_LENGTHS, Histogram, RowStatistics, StoreStatistics, count_store
 from torchtrain.data.store import HEADER
 from torchtrain.data.tasks import Submitted
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
@@ -101,9 +101,9 @@ def write_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = (), m
     if not (folder / HEADER).is_file():
         raise UserError(f"{quoted(folder)}: is no finished token store; give a folder with {HEADER}")
     store = TokenStore.open(folder)
-    statistics = statistics_of(store, row_lengths or ROW_LENGTHS)
+    statistics = count_store(store, row_lengths or ROW_LENGTHS)
     steps = count_steps(statistics.rows, model, "cache")
-    grids = grids_of(statistics, steps, model)
+    grids = make_grids(statistics, steps, model)
     content = asdict(statistics) | {"model": model, "steps": [asdict(step) for step in steps]}
     page = _page(statistics, grids)
     try:
@@ -115,7 +115,7 @@ def write_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = (), m
     return [_table(grid) for grid in grids]
 
 
-def grids_of(statistics: StoreStatistics, steps: Sequence[StepCost], model: str) -> list[Grid]:
+def make_grids(statistics: StoreStatistics, steps: Sequence[StepCost], model: str) -> list[Grid]:
     """Return all tables."""
     copies = f" {statistics.copies:,} documents are copies of others." if statistics.copies else ""
     if statistics.near_copies:

@@ -18,7 +18,7 @@ from torchtrain.modeling.load import digest_weights, weight_files
 from torchtrain.run.folder import RunFolder, find_change
 
 
-def training_of(config: Config, record: Mapping[str, Any]) -> Training:
+def describe_training(config: Config, record: Mapping[str, Any]) -> Training:
     """Return how a run's models are trained.
 
     Args:
@@ -50,7 +50,7 @@ def read_training(path: Path) -> Training:
     run = RunFolder(path)
     record = run.check_run()
     try:
-        return training_of(Config.model_validate(record["config"]), record)
+        return describe_training(Config.model_validate(record["config"]), record)
     except (ValidationError, AttributeError, TypeError):
         raise UserError(f"{quoted(run.record)}: is damaged: it lacks what its run is made of; put it back") from None
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from anchorline.errors import UserError
 from torchtrain.data import encode
-from torchtrain.data.encode import Encoder, control_tokens
+from torchtrain.data.encode import Encoder, list_control_tokens
 from torchtrain.tests.data_fixtures import word_tokenizer
 
 # What tokenizers treat in ways of their own, and words that merges were learned of.
@@ -180,7 +180,7 @@ WRITTEN = "The cat </s> sat<s>on</s>the mat <unk>"
 @pytest.mark.parametrize("name", ["smollm2", "unigram", "bpe of words", "llama 2", "mistral"])
 def test_a_special_token_in_a_text_is_text(name):
     tokenizer = fast(PIPELINES[name]())
-    control = set(control_tokens(tokenizer).values())
+    control = set(list_control_tokens(tokenizer).values())
     assert {tokenizer.bos_token_id, tokenizer.eos_token_id} <= control
     encoder = Encoder(tokenizer, "text")
     (found,) = encoder.encode([WRITTEN])

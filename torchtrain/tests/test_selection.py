@@ -12,8 +12,8 @@ from anchorline.errors import UserError
 from torchtrain.config import DataConfig, MixtureConfig, PackConfig, Preparation, PrepareConfig, Source, TokenizerConfig
 from torchtrain.data import PackedRows, TokenStore, fingerprint, prepare, prepare_store, selection, split_documents
 from torchtrain.data.packing import HELD_OUT, MIX, random_stream
-from torchtrain.data.selection import Signer, groups_of, repeats_of
-from torchtrain.data.statistics import statistics_of
+from torchtrain.data.selection import Signer, draw_repeats, group_copies
+from torchtrain.data.statistics import count_store
 from torchtrain.tests.data_fixtures import memory_store, word_tokenizer, write_jsonl
 from torchtrain.tests.tiny import tiny_tokenizer
 
@@ -29,7 +29,7 @@ BUCKET = st.integers(0, 6)  # 0: no signature
 def test_groups_are_those_that_something_joins(documents):
     signatures = np.array([[a, b] for a, b, _ in documents], dtype=np.uint64)
     same = np.array([content for *_, content in documents])
-    groups = groups_of(same.astype(np.uint64), signatures)
+    groups = group_copies(same.astype(np.uint64), signatures)
     reached = {i: {i} for i in range(len(documents))}
     for _ in documents:
         for i, own in reached.items():
@@ -78,7 +78,7 @@ def test_no_near_duplicate_of_what_is_held_out_is_trained_on(preparation, tmp_pa
     assert isinstance(store, TokenStore)
     assert len(store.shards) == 2
     assert (store.copies, store.near_copies) == (6, 20)
-    told = statistics_of(store, [64])
+    told = count_store(store, [64])
     assert (told.copies, told.near_copies) == (6, 20)
     for seed in range(20):
         split = split_documents(store, 0.2, seed)
@@ -145,7 +145,7 @@ mixtures = st.builds(
 @given(corpora, mixtures)
 def test_it_takes_what_the_slow_twin_takes(corpus, mixture):
     lengths, domains = (np.array(column) for column in zip(*corpus, strict=True))
-    found = repeats_of(lengths, domains, NAMES, mixture)
+    found = draw_repeats(lengths, domains, NAMES, mixture)
     assert found.tolist() == slow_repeats(lengths.tolist(), domains.tolist(), NAMES, mixture)
 
 
@@ -161,7 +161,7 @@ def test_it_takes_what_the_slow_twin_takes(corpus, mixture):
 )
 def test_shares_that_do_not_fit_are_refused(shares, message):
     with pytest.raises(UserError, match=message):
-        repeats_of(np.array([1, 2, 3]), np.array([0, 1, 2]), NAMES, MixtureConfig(shares=shares))
+        draw_repeats(np.array([1, 2, 3]), np.array([0, 1, 2]), NAMES, MixtureConfig(shares=shares))
 
 
 def test_two_ways_to_want_long_documents_are_one_too_many():
@@ -194,7 +194,7 @@ def test_a_store_keeps_its_mixture_and_another_mixture_is_another_store(tmp_path
     assert prepare(plain, word_tokenizer()).repeats is None
     store = prepare(mixed, word_tokenizer())
     assert store.repeats is not None
-    expected = repeats_of(store.lengths, store.document_domains, store.domains, mixed.mixture)
+    expected = draw_repeats(store.lengths, store.document_domains, store.domains, mixed.mixture)
     np.testing.assert_array_equal(store.repeats, expected)
     store.verify()
     assert "repeats.npy" in store.header.files
@@ -216,13 +216,13 @@ def test_removed_duplicates_are_neither_trained_on_nor_held_out(tmp_path):
     split = split_documents(store, 0.4, seed=0)
     assert sorted([*split.train, *split.held_out]) == list(range(7))
     assert len(split.held_out) >= 1
-    told = statistics_of(store, [8])
+    told = count_store(store, [8])
     assert (told.documents, told.before[0].documents, told.mixture) == (7, 60, None)
     mixture = MixtureConfig(long_tokens=15, long_share=0.9, most_repeats=9)
     mixed = prepare(data.model_copy(update={"mixture": mixture}), word_tokenizer())
-    expected = repeats_of(store.lengths[:7], store.document_domains[:7], store.domains, mixture)
+    expected = draw_repeats(store.lengths[:7], store.document_domains[:7], store.domains, mixture)
     np.testing.assert_array_equal(mixed.repeats, [*expected, *[0] * 53])
-    assert [one.documents for one in statistics_of(mixed, [8]).mixture] == [3, 4]
+    assert [one.documents for one in count_store(mixed, [8]).mixture] == [3, 4]
 
 
 # --- the held-out split -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from torchtrain import cli
 from torchtrain.config import DataConfig, MixtureConfig, Source
 from torchtrain.data import PackPlan, prepare
-from torchtrain.data.statistics import balance_of, row_statistics, statistics_of
+from torchtrain.data.statistics import count_rows, count_store, simulate_ranks
 from torchtrain.tests.data_fixtures import PUBLISHED, published_corpus, word_tokenizer, write_jsonl
 
 NAMES = list(PUBLISHED)
@@ -18,7 +18,7 @@ NAMES = list(PUBLISHED)
 
 def test_a_corpus_with_slimpajamas_ratios_has_its_table():
     lengths, domains = published_corpus()
-    told = row_statistics(lengths, domains, NAMES, 65_536)
+    told = count_rows(lengths, domains, NAMES, 65_536)
     sequences = sum(told.sequences.values())
     for name, (of_sequences, of_tokens) in PUBLISHED.items():
         # Each row but the last ends in one document, which it may cut: so much may a ratio of documents be off by, and
@@ -33,7 +33,7 @@ def test_rows_are_those_of_the_packing_plan(length):
     lengths, domains = random.integers(1, 90, 400), random.integers(0, 3, 400)
     plan = PackPlan(lengths, length, np.zeros(400, dtype=np.int64), seed=5)
     spans = [span for row in range(len(plan)) for span in plan.spans(row)]
-    told = row_statistics(lengths, domains, ["a", "b", "c"], length, seed=5)
+    told = count_rows(lengths, domains, ["a", "b", "c"], length, seed=5)
     assert told.rows == len(plan)
     for number, name in enumerate("abc"):
         own = [span for span in spans if domains[span.document_index] == number]
@@ -48,11 +48,11 @@ def test_rows_are_those_of_the_packing_plan(length):
 def test_ranks_wait_for_the_fullest_row():
     """Rows of 4 tokens: two of one document, 10 pairs each, and two of four, 4 each."""
     lengths = np.array([4, 4, *[1] * 8])
-    (two, four) = balance_of(lengths, [4], ranks=(2, 4))
+    (two, four) = simulate_ranks(lengths, [4], ranks=(2, 4))
     assert (two.steps, four.steps) == (2, 1)
     assert two.by_length == 1.0
     assert four.by_length == 10 / 7
-    assert balance_of(lengths, [4], ranks=(8,)) == [], "fewer rows than ranks"
+    assert simulate_ranks(lengths, [4], ranks=(8,)) == [], "fewer rows than ranks"
 
 
 def test_under_a_mixture_it_tells_what_is_taken_and_what_changed(tmp_path):
@@ -60,7 +60,7 @@ def test_under_a_mixture_it_tells_what_is_taken_and_what_changed(tmp_path):
     mixture = MixtureConfig(long_tokens=30, long_share=0.95, most_repeats=2)
     data = DataConfig(sources=[Source(files=str(path))], cache=str(tmp_path / "cache"), mixture=mixture)
     store = prepare(data, word_tokenizer())
-    told = statistics_of(store, [64])
+    told = count_store(store, [64])
     assert told.before is not None
     assert told.mixture is not None
     (before,) = told.before
