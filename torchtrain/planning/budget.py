@@ -19,8 +19,8 @@ one weight that is read and its tied one, and then its part, which DeepSpeed mov
 the run's dtype they are only mapped.)
 
 What `distributed.offload` keeps in host memory does not count for the GPU, nor do the inputs of layers there
-(`model.activation_checkpointing: offload`: rows x tokens x width for each layer and rank), the copy of the state that a
-save beside the steps is written from (`save.asynchronous`), and the model that the first process gathers to export it.
+(`model.activation_checkpointing: offload`: rows x tokens x width for each layer and rank), the copy of the state that
+an asynchronous save is written from (`save.asynchronous`), and the model that the first process gathers to export it.
 `torchtrain/tests/shapes_only` holds all of it against what DeepSpeed and the step make.
 """
 
@@ -140,7 +140,7 @@ def count_memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         shared = config.distributed.sequence_parallel
         host += count_host_bytes(model, config.train.micro_batch * -(-config.pack.sequence_length // shared))
 
-    # What a save beside the steps is written from; every process holds its share.
+    # The copy that an asynchronous save is written from; every process holds its share.
     staged = STATE_BYTES * count if config.save.asynchronous and config.save.every else 0
 
     exported = bytes_each * held.count  # by the first process, which gathers it, perhaps while a save is written
@@ -164,7 +164,7 @@ def count_memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         activations, summed = passes.most(again, kept=_FLOAT32)
     elif stage == 2:
         # A step's first gradient makes a rank's part. Of a float32 model every parameter that reaches into it is kept
-        # whole, and a micro-batch's beside the step's.
+        # whole, and a micro-batch's as well as the step's.
         own = _FLOAT32 * (part if half else max(part, largest))
         gradients = (own if again else 0) + (bytes_each * largest if offload != "none" else 0)
         begun = bytes_each * BUCKET + (0 if half and again else own)

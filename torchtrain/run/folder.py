@@ -205,7 +205,7 @@ class RunFolder:
             step: steps done.
             tokens: folder of the token store.
             sha256: the digest of its tokens.
-            base: folder of the weights beside which adapters are trained; None: every weight is trained.
+            base: folder of the weights that adapters leave as they are; None: every weight is trained.
         """
         place = {"tokens": str(tokens.resolve()), "tokens_sha256": sha256}
         with MetricsFile(self.timing) as timing:

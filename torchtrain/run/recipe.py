@@ -85,7 +85,7 @@ def train(
     Raises:
         UserError: something does not fit, and then no run folder was made; or a step is bad
             (`torchtrain.training.guard`), or a checkpoint cannot be written.
-        OtherRankFailed: another rank found a mistake, and prints it.
+        OtherRankFailed: another rank has an error, and prints it.
         Terminated: SIGTERM was obeyed, and the last step is saved.
     """
     started = time.perf_counter() if started is None else started
@@ -246,7 +246,7 @@ class Trainer:
             session: has the step and the model.
             journal: takes the losses.
             after_row: called after each micro-batch of rows.
-            counter: of the whole model; with it, how long the steps will take is said.
+            counter: of the whole model; with it, the estimate of the time is logged.
 
         Raises:
             UserError, OtherRankFailed: weights or losses are not finite.

@@ -212,7 +212,7 @@ class Session:
         started: float,
         held: float | None = None,
     ) -> None:
-        """Write a step's checkpoint, in the main thread or beside it, and log that.
+        """Write a step's checkpoint, in the main thread or in the background, and log that.
 
         Args:
             step: steps done when it was begun.

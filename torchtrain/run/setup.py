@@ -173,7 +173,7 @@ def set_up(
         log(f"held out  no document of {', '.join(bare)}: all are copies of too many others, or nearly")
     if store.copies + store.near_copies:
         log(f"copies    {_copies(store, split)}")
-    if special := sum(count.special_records or 0 for count in store.header.sources):
+    if special := sum(count.special_records for count in store.header.sources):
         meaning = "text" if config.data.special_tokens == "text" else "control tokens"
         log(
             f"special   {special:,} records hold what looks like a special token, read as {meaning} "

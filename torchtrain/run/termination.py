@@ -21,9 +21,9 @@ from torchtrain.errors import Terminated
 class Termination:
     """Takes SIGTERM for as long as its block lasts.
 
-    Outside `defer` the signal raises `Terminated` where the program stands, once: there is nothing to save that is not
-    saved. Every rank that it comes to can say so; the first one does (`torchtrain.distributed.heartbeat`). `advice`
-    says how to go on.
+    Outside `defer` the signal raises `Terminated` at once, and only once, because nothing is left to save. Each rank
+    that gets the signal could print the message; the first one prints it (`torchtrain.distributed.heartbeat`).
+    `advice` says how to continue.
     """
 
     advice = "there is no run yet: start it again"
