@@ -5,15 +5,18 @@ model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache
 """
 
 import logging
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from anchorline.errors import UserError
 from torchtrain.attention.engines import resolve_engine
-from torchtrain.attention.hf import KEEPS_ANCHOR, announced, implementation_name, register
-from torchtrain.attention.masks import MASKED_LAYER_TYPES, caps_scores, hides_nothing
+from torchtrain.attention.hf import KEEPS_ANCHOR, MISSING, announced, implementation_name, register
+from torchtrain.attention.masks import MASKED_LAYER_TYPES, NOT_HONOURED, caps_scores, hides_nothing
 from torchtrain.attention.recurrent import separate_layers
 from torchtrain.attention.separation import check_separation
 from torchtrain.marks import IGNORED
@@ -30,6 +33,9 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
     `document_ids` while another implementation is set, labels that are already shifted, and labels that transformers
     would shift over the ends of documents; and takes an attention mask that is all ones. Without `document_ids`, a
     document begins wherever `position_ids` restart at 0, and there is no anchor.
+
+    `torch.compile(model, fullgraph=True)` makes one graph, and a small one of the labels' check. Attention is one
+    operation of it, which any engine computes and which attends once more in the backward pass.
 
     Args:
         model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or
@@ -112,16 +118,23 @@ def _read_restarts(
 
     So transformers' DataCollatorWithFlattening and TRL's `padding_free` give documents. None of them is an anchor.
     """
-    position_ids, offsets = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
-    if kwargs.get("document_ids") is not None or not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
+    if torch.compiler.is_compiling() or kwargs.get("document_ids") is not None:
+        return None
+    document_ids = _documents_of(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
+    if document_ids is None:
+        return None
+    return args, {name: x for name, x in kwargs.items() if name not in _FLATTENED} | {"document_ids": document_ids}
+
+
+def _documents_of(position_ids: Any, offsets: Tensor | None) -> Tensor | None:
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
         return None
     starts = position_ids == 0
     if offsets is None and not bool(starts[:, 1:].any()):
         return None
     if offsets is not None and starts.flatten().nonzero().flatten().tolist() != offsets[:-1].tolist():
         raise UserError("cu_seq_lens_q: begins documents where position_ids do not restart; give document_ids")
-    kept = {name: value for name, value in kwargs.items() if name not in _FLATTENED}
-    return args, kept | {"document_ids": starts.cumsum(1)}
+    return starts.cumsum(1)
 
 
 def _check_masks(
@@ -137,19 +150,24 @@ def _check_masks(
             )
         return None
     mask, tokens = kwargs.get("attention_mask"), _tokens(args, kwargs)
+    if torch.compiler.is_compiling():
+        return None if tokens is None else (args, _read_in_graph(decoder, tokens, kwargs))
     if tokens is not None:
-        _check_length(decoder, tokens.shape[1], kwargs.get("position_ids"))
+        _check_length(decoder, _positions(decoder), tokens.shape[1], kwargs.get("position_ids"))
     if isinstance(mask, Tensor) and tokens is not None and hides_nothing(mask, tokens.shape[1]):
         return args, kwargs | {"attention_mask": None}
     return None
 
 
-def _check_length(decoder: PreTrainedModel, tokens: int, position_ids: Tensor | None) -> None:
+def _positions(decoder: PreTrainedModel) -> int | None:
+    return getattr(decoder.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def _check_length(model: Any, held: int | None, tokens: int, position_ids: Tensor | None) -> None:
     """Warn of positions that the model was not made for, by the first row that is longer than it holds."""
-    held = getattr(decoder.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if held is None or tokens <= held or getattr(decoder, "_anchor_saw_length", False):
+    if held is None or tokens <= held or getattr(model, "_anchor_saw_length", False):
         return
-    decoder._anchor_saw_length = True  # type: ignore[assignment]
+    model._anchor_saw_length = True
     last = tokens - 1 if position_ids is None else int(position_ids.max())
     if last >= held:
         logger.warning(
@@ -162,11 +180,24 @@ def _check_length(decoder: PreTrainedModel, tokens: int, position_ids: Tensor | 
 _ADVICE = "torchtrain.collate makes both `labels` and `shift_labels` of packed rows"
 
 
-def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_labels(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Refuse labels that would be shifted twice, or not at all. A check ends with the first batch that decides it."""
-    labels, targets, tokens = kwargs.get("labels"), kwargs.get("shift_labels"), _tokens(args, kwargs)
-    if tokens is None:
-        return
+    tokens = _tokens(args, kwargs)
+    labels, targets, document_ids = (kwargs.get(name) for name in ("labels", "shift_labels", "document_ids"))
+    if tokens is None or (labels is None and targets is None):
+        return None
+    if torch.compiler.is_compiling():
+        used = "labels" if targets is None else "shift_labels"
+        return args, kwargs | {used: torch.ops.anchorline.check_labels(tokens, labels, targets, document_ids)}
+    _check_given(model, tokens, labels, targets, document_ids)
+    return None
+
+
+def _check_given(
+    model: Any, tokens: Tensor, labels: Tensor | None, targets: Tensor | None, document_ids: Tensor | None
+) -> None:
     if targets is not None:
         if not tokens.is_floating_point():
             _check_targets(model, targets, tokens)
@@ -175,10 +206,10 @@ def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return
     if not tokens.is_floating_point():
         _check_shifted(model, labels, tokens)
-    _check_document_ends(model, labels, kwargs.get("document_ids"))
+    _check_document_ends(model, labels, document_ids)
 
 
-def _check_targets(model: nn.Module, targets: Tensor, tokens: Tensor) -> None:
+def _check_targets(model: Any, targets: Tensor, tokens: Tensor) -> None:
     """Refuse targets that are the tokens themselves, of rows whose tokens differ."""
     if targets.shape != tokens.shape or getattr(model, "_anchor_saw_targets", False):
         return
@@ -187,16 +218,16 @@ def _check_targets(model: nn.Module, targets: Tensor, tokens: Tensor) -> None:
         return
     if bool(((targets == tokens) | ~used).all()):
         raise UserError(f"shift_labels: each is its own token and not the next one; {_ADVICE}")
-    model._anchor_saw_targets = True  # type: ignore[assignment]
+    model._anchor_saw_targets = True
 
 
-def _check_shifted(model: nn.Module, labels: Tensor, tokens: Tensor) -> None:
+def _check_shifted(model: Any, labels: Tensor, tokens: Tensor) -> None:
     """Refuse labels that are already shifted, which transformers shifts once more."""
     if getattr(model, "_anchor_saw_labels", False):
         return
     used = labels != IGNORED
     if not bool(((labels[:, :-1] == tokens[:, 1:]) | ~used[:, :-1]).all()):
-        model._anchor_saw_labels = True  # type: ignore[assignment]
+        model._anchor_saw_labels = True
     elif bool((used & (labels != tokens)).any()):
         raise UserError(
             "labels: each is already the next token, and transformers shifts labels by one more; give them as "
@@ -204,7 +235,7 @@ def _check_shifted(model: nn.Module, labels: Tensor, tokens: Tensor) -> None:
         )
 
 
-def _check_document_ends(model: nn.Module, labels: Tensor, document_ids: Tensor | None) -> None:
+def _check_document_ends(model: Any, labels: Tensor, document_ids: Tensor | None) -> None:
     """Refuse targets beyond a document's end. The anchor may have one: what follows it is what a model says first."""
     if document_ids is None or document_ids.shape != labels.shape or getattr(model, "_anchor_saw_ends", False):
         return
@@ -215,7 +246,7 @@ def _check_document_ends(model: nn.Module, labels: Tensor, document_ids: Tensor 
             f"first of the next; set them to {IGNORED} where a document or padding begins, or give shift_labels: "
             f"{_ADVICE}"
         )
-    model._anchor_saw_ends = bool(ends.any() & used.any())  # type: ignore[assignment]
+    model._anchor_saw_ends = bool(ends.any() & used.any())
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -223,3 +254,72 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         if isinstance(value, Tensor):
             return value
     return None
+
+
+# A check that reads a batch's numbers cannot be traced by torch.compile. In a graph each check is one operation, which
+# returns what it checked, so that the graph keeps it.
+
+
+@cache
+def _told(held: int | None) -> SimpleNamespace:
+    """What the compiled models of this process that hold so many positions were told."""
+    return SimpleNamespace()
+
+
+def _read_in_graph(decoder: PreTrainedModel, tokens: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    given = [kwargs.get(name) for name in ("document_ids", "position_ids", "cu_seq_lens_q", "attention_mask")]
+    if given[0] is None and given[1] is None:
+        return kwargs  # the attention layers refuse it
+    kept = kwargs if given[0] is not None else {name: x for name, x in kwargs.items() if name not in _FLATTENED}
+    document_ids = torch.ops.anchorline.read_documents(*given, tokens.shape[1], _positions(decoder))
+    return kept | {"attention_mask": None, "document_ids": document_ids}
+
+
+def _read_documents(
+    document_ids: Tensor | None,
+    position_ids: Tensor | None,
+    offsets: Tensor | None,
+    mask: Tensor | None,
+    tokens: int,
+    held: int | None,
+) -> Tensor:
+    if mask is not None and not hides_nothing(mask, tokens):
+        raise UserError(NOT_HONOURED)
+    _check_length(_told(held), held, tokens, position_ids)
+    if document_ids is not None:
+        return document_ids.clone()
+    if (read := _documents_of(position_ids, offsets)) is None:
+        raise UserError(MISSING)
+    return read.to(torch.int64)
+
+
+def _labels_in_graph(
+    tokens: Tensor, labels: Tensor | None, targets: Tensor | None, document_ids: Tensor | None
+) -> Tensor:
+    _check_given(SimpleNamespace(), tokens, labels, targets, document_ids)
+    return _used(tokens, labels, targets).clone()
+
+
+def _used(tokens: Tensor, labels: Tensor | None, targets: Tensor | None, *_: Any) -> Tensor:
+    used = labels if targets is None else targets
+    assert used is not None
+    return used
+
+
+for _name, _schema, _run, _shape in (
+    (
+        "read_documents",
+        "Tensor? document_ids, Tensor? position_ids, Tensor? offsets, Tensor? mask, SymInt tokens, int? held",
+        _read_documents,
+        lambda ids, positions, *_: torch.empty_like(ids) if ids is not None else torch.empty_like(positions).long(),
+    ),
+    (
+        "check_labels",
+        "Tensor tokens, Tensor? labels, Tensor? targets, Tensor? document_ids",
+        _labels_in_graph,
+        lambda *given: torch.empty_like(_used(*given)),
+    ),
+):
+    torch.library.define(f"anchorline::{_name}", f"({_schema}) -> Tensor")
+    torch.library.impl(f"anchorline::{_name}", "CompositeExplicitAutograd", _run)
+    torch.library.register_fake(f"anchorline::{_name}", _shape)

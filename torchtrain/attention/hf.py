@@ -50,6 +50,12 @@ APART = "attention stands apart: its documents are others in every step"
 KEEPS_ANCHOR = "keeps_anchor"  # attribute of attention layers that see the anchor beyond their window
 ROTATED = "rotated_in_float32"  # attribute of the modules of a model whose rotation is float32's
 
+MISSING = (
+    "document_ids: missing; call model(input_ids, position_ids=..., document_ids=...) with an integer [batch, "
+    "tokens] tensor: 0 anchor, 1.. documents, -1 padding; transformers.Trainer strips it unless "
+    "remove_unused_columns=False"
+)
+
 # Arguments of a layer's attention that change the result and that no engine honours:
 ARGUMENTS_REFUSED = (
     *("sinks", "position_bias", "head_mask"),
@@ -90,8 +96,13 @@ def register() -> None:
         AttentionMaskInterface.register(name, read_mask)
 
 
-@torch.compiler.disable(reason=APART)
-def _anchor_attention(
+def _anchor_attention(module: nn.Module, *given: Any, **options: Any) -> tuple[Tensor, None]:
+    """Attend as transformers calls it. torch.compile takes a model that `attach` checked into one graph."""
+    in_graph = torch.compiler.is_compiling() and hasattr(module, KEEPS_ANCHOR)
+    return (_attend if in_graph else _attend_apart)(module, *given, **options)
+
+
+def _attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -115,27 +126,80 @@ def _anchor_attention(
     """
     window = _window(window_of(attention_mask) or row_window, sliding_window, query.shape[2])
     _refuse(module, query, key, dropout, kwargs)
-    if plan is None:
+    compiling, keep_anchor = torch.compiler.is_compiling(), getattr(module, KEEPS_ANCHOR, False)
+    if compiling and plan is not None:
+        document_ids = plan.document_ids_BT
+    if plan is None and not compiling:
         if document_ids is None:
             raise UserError(_say_why_missing())
         plan = remembered_plan(document_ids, query)
-    if engine == "auto":
-        _announce(resolve_engine(engine, value.device, value.dtype, capped=softcap is not None), value)
-    for dtypes in _watching:
-        dtypes |= {query.dtype, key.dtype}
+    if not compiling:
+        if engine == "auto":
+            _announce(resolve_engine(engine, value.device, value.dtype, capped=softcap is not None), value)
+        for dtypes in _watching:
+            dtypes |= {query.dtype, key.dtype}
     query, key = round_to_values(module, query, key, value)
     query, key = round_after_rope(module, query, key)
-    q_BTHD, k_BTKD, v_BTKE = (x.transpose(1, 2) for x in (query, key, value))
-    out_BTHE, _ = attend(
-        *(q_BTHD, k_BTKD, v_BTKE, plan),
-        engine=engine,
-        scale=scaling,
-        sinks_H=s_aux,
-        softcap=softcap,
-        window=window,
-        keep_anchor=getattr(module, KEEPS_ANCHOR, False),
-    )
-    return out_BTHE, None
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    options = (engine, scaling, softcap, window, keep_anchor)
+    if plan is not None and not compiling:
+        return _attend_with(query, key, value, s_aux, plan, *options), None
+    if document_ids is None:
+        raise UserError(MISSING)
+    return torch.ops.anchorline.attend(query, key, value, s_aux, document_ids, *options), None
+
+
+_attend_apart: Any = torch.compiler.disable(_attend, reason=APART)
+
+
+def _attend_with(
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, sinks_H: Tensor | None, plan: AttentionPlan, *options: Any
+) -> Tensor:
+    """Return out [B, T, H, E] of `attend`, whose last options are given in the order of the graph's operation."""
+    named = dict(zip(_OPTIONS, options, strict=True))
+    return attend(q_BTHD, k_BTKD, v_BTKE, plan, sinks_H=sinks_H, **named)[0]
+
+
+# In a graph of torch.compile attention is one operation, whatever the documents are. It keeps queries, keys and values
+# for the backward pass and attends once more there. The backward operation calls autograd, so it has no kernel that
+# switches autograd off, as `torch.library.custom_op` would make one.
+_OPTIONS = ("engine", "scale", "softcap", "window", "keep_anchor")
+_SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor document_ids, str engine, float? scale, "
+_SCHEMA += "float? softcap, int? window, bool keep_anchor"
+torch.library.define("anchorline::attend", f"({_SCHEMA}) -> Tensor")
+torch.library.define("anchorline::attend_backward", f"(Tensor grad, {_SCHEMA}) -> Tensor[]")
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, document_ids: Tensor, *options: Any) -> Tensor:
+    return _attend_with(q, k, v, sinks, remembered_plan(document_ids, q), *options).contiguous()
+
+
+def _backward(grad: Tensor, *given: Any) -> list[Tensor]:
+    """Return the gradients of q, k and v, and of the sinks where there are some."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in given[:4]]
+    with torch.enable_grad():
+        out = _forward(*leaves, *given[4:])  # type: ignore[arg-type]
+    gradients = torch.autograd.grad(out, [x for x in leaves if x is not None], grad)
+    return [x.contiguous() for x in gradients]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = inputs[5:]
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = torch.ops.anchorline.attend_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return *gradients, *(None for _ in range(5 + len(_OPTIONS) - len(gradients)))
+
+
+torch.library.impl("anchorline::attend", "CompositeExplicitAutograd", _forward)
+torch.library.impl("anchorline::attend_backward", "CompositeExplicitAutograd", _backward)
+torch.library.register_fake("anchorline::attend", lambda q, k, v, *_: q.new_empty((*q.shape[:3], v.shape[3])))
+torch.library.register_fake(
+    "anchorline::attend_backward", lambda grad, *given: [x.new_empty(x.shape) for x in given[:4] if x is not None]
+)
+torch.library.register_autograd("anchorline::attend", _differentiate, setup_context=_save)
 
 
 def _window(said: int | None, sliding_window: int | None, tokens: int) -> int | None:
@@ -197,11 +261,7 @@ def _say_why_missing() -> str:
                 f"document_ids: {type(module).__name__} was given them and does not hand them on to its attention, so "
                 "`anchor` cannot run in it; choose another model"
             )
-    return (
-        "document_ids: missing; call model(input_ids, position_ids=..., document_ids=...) with an integer [batch, "
-        "tokens] tensor: 0 anchor, 1.. documents, -1 padding; transformers.Trainer strips it unless "
-        "remove_unused_columns=False"
-    )
+    return MISSING
 
 
 def remembered_plan(document_ids: Any, query: Tensor) -> AttentionPlan:

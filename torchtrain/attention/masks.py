@@ -43,7 +43,7 @@ SEPARATED = weakref.WeakValueDictionary[int, Any]()
 
 _USE_SDPA = 'model.set_attn_implementation("sdpa")'
 NO_CACHE = f"`anchor` has no KV cache: pass use_cache=False, and generate with {_USE_SDPA}"
-_NOT_HONOURED = (
+NOT_HONOURED = (
     "attention_mask: not honoured by `anchor` unless it is all ones; pack rows with torchtrain.pack (TRL: set "
     "packing=True, or padding_free=True and max_length=None), or give padding the document id -1"
 )
@@ -85,13 +85,17 @@ def read_mask(
     if int(q_offset):
         raise UserError(GENERATE if is_generating() else f"past_key_values: {NO_CACHE}")
     if attention_mask is not None and not hides_nothing(attention_mask, q_length):
-        raise UserError(GENERATE if is_generating() else _NOT_HONOURED)
+        raise UserError(GENERATE if is_generating() else NOT_HONOURED)
     if use_vmap:
         raise UserError(
             "or_mask_function, and_mask_function: not honoured by `anchor`; express the mask in document_ids"
         )
     refusal, window, row = None, None, q_length * ranks
-    for name in sorted(functions_in(mask_function) - MASKS_TOLD):
+    if torch.compiler.is_compiling():
+        names = functions_by_length(mask_function, config, local_size)
+    else:
+        names = functions_in(mask_function)
+    for name in sorted(names - MASKS_TOLD):
         setting = MASKS_WITH_A_LENGTH.get(name)
         if setting is None or local_size is None:
             refusal = f"attention_mask: transformers' {name} is not honoured by `anchor`; choose a model without it"
@@ -159,6 +163,15 @@ def functions_in(mask_function: Callable[..., Any]) -> set[str]:
     return names
 
 
+def functions_by_length(mask_function: Callable[..., Any], config: Any, local_size: int | None) -> set[str]:
+    """Names of the functions of a mask in what torch.compile traces, where closures cannot be read: by its length."""
+    names = {mask_function.__code__.co_qualname.partition(".")[0]}
+    if local_size is None:
+        return names
+    named = {name for name, setting in MASKS_WITH_A_LENGTH.items() if getattr(config, setting, None) == local_size}
+    return names | (named or {"mask of another length"})
+
+
 def window_of(mask: Any) -> int | None:
     """Return the window that a mask of `read_mask` tells a layer; None without a mask.
 
@@ -167,7 +180,7 @@ def window_of(mask: Any) -> int | None:
     """
     if mask is None:
         return None
-    says: str | int = getattr(mask, "_anchor_says", _NOT_HONOURED)
+    says: str | int = getattr(mask, "_anchor_says", NOT_HONOURED)
     if isinstance(says, str):
         raise UserError(says)
     return says

@@ -2,16 +2,24 @@
 
 import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torchtrain
 from anchorline.errors import UserError
 from torchtrain.attention import visible_BTT
+from torchtrain.attention.masks import MASKS_TOLD, MASKS_WITH_A_LENGTH, functions_by_length, functions_in
 
 SIZES = {
     "vocab_size": 61,
@@ -75,6 +83,81 @@ def test_it_says_in_one_line_what_runs(caplog):
     said = [record.getMessage() for record in caplog.records]
     assert said == ["attached: LlamaForCausalLM, attention sdpa on cpu in torch.float32, documents are separate"]
     assert model.config._attn_implementation == "anchor"
+
+
+def with_labels(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    ids, targets = inputs["document_ids"], inputs["input_ids"].roll(-1, 1)
+    targets = targets.masked_fill(ids != ids.roll(-1, 1), -100)
+    targets[:, -1] = -100
+    return inputs | {"shift_labels": targets, "labels": targets, "use_cache": False}
+
+
+def gradients(model: nn.Module, call, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = call(**inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def compiled(model: nn.Module):
+    """Return what calls a model in one graph, and a list of the graphs."""
+    torch.compiler.reset()
+    graphs, backend = [], lookup_backend("aot_eager")
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return backend(graph, inputs)
+
+    return torch.compile(lambda **inputs: model(**inputs), fullgraph=True, backend=keep), graphs
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "sliding_window": 4}),
+    ],
+)
+def test_torch_compile_makes_one_graph_that_computes_the_same(family, changes):
+    model = torchtrain.attach(tiny(family, num_hidden_layers=1, **changes))
+    call, graphs = compiled(model)
+    for ids in ([0] + [1] * 4 + [2] * 7, [1] * 3 + [2] * 8 + [-1]):  # other documents, the same graph
+        inputs = with_labels(batch() | {"document_ids": torch.tensor([ids])})
+        mine, theirs = gradients(model, call, inputs), gradients(model, model, inputs)
+        assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
+    assert len(graphs) == 1
+    with pytest.raises(UserError, match="document_ids: smallest value -3"):
+        call(**inputs | {"document_ids": inputs["document_ids"] - 2})
+
+
+def test_a_mask_whose_closure_torch_compile_does_not_show_is_known_by_its_length():
+    chunked, windowed = chunked_causal_mask_function(4, torch.zeros(1)), sliding_window_causal_mask_function(3)
+    config = SimpleNamespace(sliding_window=3, attention_chunk_size=4)
+    for function, length, overlay in ((chunked, 4, "chunked_overlay"), (windowed, 3, "sliding_window_overlay")):
+        assert overlay in functions_by_length(function, config, length) & functions_in(function)
+    assert functions_by_length(causal_mask_function, config, None) == functions_in(causal_mask_function)
+    assert not functions_by_length(windowed, config, 5) <= {*MASKS_TOLD, *MASKS_WITH_A_LENGTH}
+
+
+def test_the_checks_of_a_graph_are_those_of_a_model_without_one(caplog):
+    """As the operations that a graph holds, without compiling one."""
+    read, check = torch.ops.anchorline.read_documents, torch.ops.anchorline.check_labels
+    inputs = with_labels(batch())
+    ids, tokens, targets = (inputs[name] for name in ("document_ids", "input_ids", "labels"))
+    assert torch.equal(read(ids, None, None, torch.ones(1, 12), 12, None), ids)
+    flat = torch.tensor([[0, 1, 2, 0, 1]])
+    assert read(None, flat, torch.tensor([0, 3, 5]), None, 5, 5).tolist() == [[1, 1, 1, 2, 2]]
+    attach_module._told.cache_clear()
+    read(None, flat, None, None, 5, 2)
+    assert "torchtrain.extend(config, 5)" in caplog.text
+    assert refused(lambda: read(None, ids.cumsum(1), None, None, 12, None)).startswith("document_ids: missing")
+    assert refused(lambda: read(ids, None, None, ids - 1, 12, None)).startswith("attention_mask: not honoured")
+    assert torch.equal(check(tokens, None, targets, ids), targets)
+    assert refused(lambda: check(tokens, None, tokens, ids)).startswith("shift_labels: each is its own token")
+    assert refused(lambda: check(tokens, tokens, None, ids)).startswith(
+        "labels: transformers shifts them over the ends"
+    )
+    assert refused(lambda: check(tokens, targets, None, ids)).startswith("labels: each is already the next token")
 
 
 def test_an_engine_by_name_and_one_that_cannot_run():
