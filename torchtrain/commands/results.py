@@ -59,8 +59,8 @@ def evaluate(
         from transformers.utils import logging
 
         from torchtrain.evaluation.compare import tables_of_run
-        from torchtrain.evaluation.evaluate import Checkpoint
         from torchtrain.evaluation.evaluate import evaluate as measure
+        from torchtrain.evaluation.measure import Checkpoint
         from torchtrain.evaluation.results import NotRun
         from torchtrain.evaluation.tables import print_tables
         from torchtrain.run.folder import RunFolder

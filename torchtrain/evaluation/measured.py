@@ -21,10 +21,9 @@ from torchtrain.evaluation.results import (
     different_setting,
     read_results,
 )
-from torchtrain.evaluation.suite import IN_2024, LONGBENCH, NOT_IN_ELEVEN, TASKS, benchmark_of
+from torchtrain.evaluation.suite import ELEVEN, IN_2024, LONGBENCH, TASKS, benchmark_of
 
-AFTERWARDS, ON_THE_WAY = "-evaluation", "-on-the-way"  # ends of the names of folders of results
-ELEVEN = tuple(task for task in TASKS if task not in NOT_IN_ELEVEN)
+_ENDS = ("", "-evaluation", "-on-the-way")  # of a run's name: its folders of results; the first that holds any counts
 Key = tuple[str, int]  # task, length
 # Where the paper has a number: its kind, for ruler_tasks the tokens of a prompt, and its column: a length, or a task.
 Column = tuple[str, int | None, int | str]
@@ -36,7 +35,7 @@ class Measured:
     """All results of a run, by task and length."""
 
     name: str
-    found: dict[Key, list[TaskResult]] = field(default_factory=dict)
+    tasks: dict[Key, list[TaskResult]] = field(default_factory=dict)
     perplexity: dict[int, list[PerplexityResult]] = field(default_factory=dict)
     not_run: dict[Key, str] = field(default_factory=dict)
     seeds: "list[Measured]" = field(default_factory=list)  # the runs that this one is the mean of
@@ -49,20 +48,20 @@ class Measured:
             elif isinstance(result, PerplexityResult):
                 self.perplexity.setdefault(result.length, []).append(result)
             else:
-                self.found.setdefault((result.task, result.length), []).append(result)
+                self.tasks.setdefault((result.task, result.length), []).append(result)
         return self
 
     @property
     def asked(self) -> list[Key]:
         """Every task and length that ran or could not run, perplexity aside."""
-        return [*dict.fromkeys([*self.found, *self.not_run])]
+        return [*dict.fromkeys([*self.tasks, *self.not_run])]
 
     def by_key(self) -> dict[Key, Sequence[Measurement]]:
-        """Return what was measured by task and length, perplexity included."""
-        return {**self.found, **{("perplexity", length): of for length, of in self.perplexity.items()}}
+        """Return all results by task and length, perplexity included."""
+        return {**self.tasks, **{("perplexity", length): of for length, of in self.perplexity.items()}}
 
     def results(self) -> list[Measurement]:
-        """Return all that was measured."""
+        """Return all results."""
         return [result for each in self.by_key().values() for result in each]
 
     def of_checkpoints(self, names: Sequence[str]) -> "Measured":
@@ -76,11 +75,7 @@ class Measured:
         steps = {result.checkpoint: (result.step is None, result.step or 0) for result in self.results()}
         return sorted(steps, key=lambda name: (steps[name], name))
 
-    def lengths(self, benchmark: str = "ruler") -> list[int]:
-        """Return the lengths that a benchmark was measured at, ascending."""
-        return sorted({length for task, length in self.asked if benchmark_of(task) == benchmark})
-
-    def tasks(self, benchmark: str = "ruler") -> list[str]:
+    def names(self, benchmark: str = "ruler") -> list[str]:
         """Return the tasks of a benchmark that were asked for, in its own order."""
         asked = {task for task, _ in self.asked if benchmark_of(task) == benchmark}
         order = [*TASKS, *(f"longbench_{name}" for names in LONGBENCH.values() for name in names)]
@@ -89,12 +84,12 @@ class Measured:
 
     def scores(self, key: Key, part: str = "") -> np.ndarray:
         """Return [samples]: the mean over checkpoints of each sample's score; of one part of them, if it is named."""
-        return np.mean([result.scores(part) for result in self.found[key]], axis=0)
+        return np.mean([result.scores(part) for result in self.tasks[key]], axis=0)
 
 
 @dataclass(frozen=True)
 class Average:
-    """What a column shows of a run: the mean over tasks, each with one weight.
+    """A cell's number: the mean over tasks, each with one weight.
 
     `pooled`: the mean over all their samples. `part`: of one part of their samples alone. `published`: where the paper
     has this number.
@@ -107,7 +102,7 @@ class Average:
 
     def missing(self, run: Measured) -> list[str]:
         """Return the tasks that did not run."""
-        return [key[0] for key in self.keys if key not in run.found]
+        return [key[0] for key in self.keys if key not in run.tasks]
 
     def scores(self, run: Measured) -> list[np.ndarray]:
         """Return the scores [samples] of each task; pooled: of all of them together."""
@@ -128,42 +123,43 @@ class Average:
 
 def ruler_averages(run: Measured) -> dict[str, dict[int, Average]]:
     """Return RULER's averages by title, then by the lengths at which all its tasks ran."""
-    names = {IN_2024.get(task, task): task for task in run.tasks()}  # the run's own name of a task, by its name today
+    names = {IN_2024.get(task, task): task for task in run.names()}  # the run's own name of a task, by its name today
+    lengths = sorted({length for task, length in run.asked if benchmark_of(task) == "ruler"})
     wanted = [
         ("Average of the 13 tasks", "ruler_13", [*TASKS]),
         ("Average of the paper's 11 tasks", "ruler_11", ELEVEN),
     ]
     known = [(*of, [names[task] for task in tasks]) for *of, tasks in wanted if names.keys() >= {*tasks}]
-    ran = [task for task in run.tasks() if all((task, length) in run.found for length in run.lengths())]
+    ran = [task for task in run.names() if all((task, length) in run.tasks for length in lengths)]
     if ran and len(ran) < len(TASKS):
         known.append((f"Average of those that ran ({len(ran)} of 13)", "", ran))
     averages = {}
     for title, kind, tasks in known:
-        each = {n: Average([(task, n) for task in tasks], published=(kind, None, n)) for n in run.lengths()}
+        each = {n: Average([(task, n) for task in tasks], published=(kind, None, n)) for n in lengths}
         if whole := {length: average for length, average in each.items() if not average.missing(run)}:
             averages[title] = whole
     return averages
 
 
-def read_measured(said: str, last: int | None) -> Measured:
+def read_measured(argument: str, last: int | None) -> Measured:
     """Read a run, or runs of several seeds as one.
 
     Args:
-        said: a run's folder, a folder of results, or `NAME=RUN,RUN`.
+        argument: a run's folder, a folder of results, or `NAME=RUN,RUN`.
         last: how many checkpoints of each run at most, the last ones; None: all.
 
     Raises:
         UserError: a folder holds no results or damaged ones; or results were not measured alike.
     """
-    name, equals, places = said.partition("=")
-    if not equals or os.path.lexists(said):
-        run = _read_run(said)
+    name, equals, places = argument.partition("=")
+    if not equals or os.path.lexists(argument):
+        run = _read_run(argument)
         return run if last is None else run.of_checkpoints(run.checkpoint_names[-last:])
     seeds = [read_measured(place, last) for place in places.split(",") if place]
     if not name or len(seeds) < 2:
-        raise UserError(f"RUN {quoted(said)}: NAME=RUN,RUN names two runs or more; give a folder, or more of them")
+        raise UserError(f"RUN {quoted(argument)}: NAME=RUN,RUN names two runs or more; give a folder, or more of them")
     if len({seed.name for seed in seeds}) != len(seeds):
-        raise UserError(f"RUN {quoted(said)}: two have one name; rename a folder")
+        raise UserError(f"RUN {quoted(argument)}: two have one name; rename a folder")
     whole = Measured(name, not_run=seeds[0].not_run, seeds=seeds)
     for seed in seeds:
         check_alike(seeds[0], seed, "anchor")
@@ -171,28 +167,23 @@ def read_measured(said: str, last: int | None) -> Measured:
     return whole
 
 
-def _read_run(said: str) -> Measured:
-    folder = Path(os.path.abspath(said))  # `.` has no name
+def _read_run(argument: str) -> Measured:
+    folder = Path(os.path.abspath(argument))  # `.` has no name
     if not folder.name:
-        raise UserError(f"RUN {quoted(said)}: is no run; give the folder of one")
-    name = folder.name.removesuffix(AFTERWARDS).removesuffix(ON_THE_WAY)
-    # What was measured on the way is taken only where nothing was measured afterwards.
-    for place in (folder, *(folder.with_name(folder.name + end) for end in (AFTERWARDS, ON_THE_WAY))):
+        raise UserError(f"RUN {quoted(argument)}: is no run; give the folder of one")
+    name = folder.name.removesuffix(_ENDS[1]).removesuffix(_ENDS[2])
+    for place in (folder.with_name(folder.name + end) for end in _ENDS):
         run = Measured(name).add(read_results(place))
         if run.by_key() or run.not_run:
             _check_run(run, place)
             return run
-    raise UserError(f"{quoted(said)}: holds no results; first: torchtrain evaluate {said}")
+    raise UserError(f"{quoted(argument)}: holds no results; first: torchtrain evaluate {argument}")
 
 
 def _check_run(run: Measured, place: Path) -> None:
-    """Check that the results of each checkpoint are of one model, and that its checkpoints were measured alike.
-
-    Raises:
-        UserError: they were not; or a task is there in two versions.
-    """
-    for task, length in run.found:
-        if (IN_2024.get(task, ""), length) in run.found:
+    """Refuse results of one checkpoint that are of several models, and checkpoints that were not measured alike."""
+    for task, length in run.tasks:
+        if (IN_2024.get(task, ""), length) in run.tasks:
             raise UserError(
                 f"{quoted(place)}: holds {task} and {IN_2024[task]} at {length:,} tokens, two versions of one task; "
                 "remove the results of one"
@@ -202,9 +193,9 @@ def _check_run(run: Measured, place: Path) -> None:
         checkpoint.name = str(place / name)
         first, *others = checkpoint.results()
         for result in others:
-            if what := different_setting(result, first.settings):
+            if setting := different_setting(result, first.settings):
                 raise UserError(
-                    f"{quoted(checkpoint.name)}: {first.task} and {result.task} were measured with other {what}; "
+                    f"{quoted(checkpoint.name)}: {first.task} and {result.task} were measured with other {setting}; "
                     "evaluate it in a new --out, or remove the results of one"
                 )
         check_alike(checkpoints[0], checkpoint, "anchor")
@@ -214,7 +205,7 @@ def check_alike(a: Measured, b: Measured, *more: str) -> None:
     """Refuse two runs, or two checkpoints of one, that were not measured alike.
 
     Args:
-        a, b: what is to be compared.
+        a, b: the two.
         more: further settings that their results must share.
 
     Raises:
@@ -232,11 +223,11 @@ def check_alike(a: Measured, b: Measured, *more: str) -> None:
         )
     for (task, length), (first, *_) in ours.items():
         second = theirs[task, length][0]
-        for what in (*_ALIKE, *more):
-            was, now = (getattr(of, what, getattr(of.settings, what, None)) for of in (first, second))
-            if was != now:
+        for name in (*_ALIKE, *more):
+            one, other = (getattr(of, name, getattr(of.settings, name, None)) for of in (first, second))
+            if one != other:
                 raise UserError(
-                    f"{who}: {task} at {length:,} has other {what} ({quoted(was, 20)} and {quoted(now, 20)}); "
+                    f"{who}: {task} at {length:,} has other {name} ({quoted(one, 20)} and {quoted(other, 20)}); "
                     "evaluate both with one suite and one tokenizer"
                 )
         if first.parts != second.parts:

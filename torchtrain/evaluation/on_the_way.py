@@ -20,7 +20,8 @@ from anchorline.errors import UserError, disk_fault, quoted, quoted_reason
 from anchorline.files import resolve
 from torchtrain.checkpoint import rng
 from torchtrain.config import Config
-from torchtrain.evaluation.evaluate import Checkpoint, EvaluatedModel, check_suite, check_tokenizer, measure, plan
+from torchtrain.evaluation.evaluate import check_suite, check_tokenizer
+from torchtrain.evaluation.measure import Checkpoint, EvaluatedModel, measure, plan
 from torchtrain.evaluation.results import Settings, Training
 from torchtrain.evaluation.suite import load_suite
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anchorline.errors import UserError, quoted
 from torchtrain.data.corpus import Document, read, source_name
-from torchtrain.evaluation.results import Bucket, PerplexityResult, Training
+from torchtrain.evaluation.results import Bucket, Training
 from torchtrain.evaluation.suite import PerplexityConfig
 from torchtrain.modeling.placement import input_device
 
@@ -107,23 +107,22 @@ def measure_perplexity(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerFast",
     config: PerplexityConfig,
+    length: int,
     training: Training | None,
-    facts: dict[str, Any],
     pulse: Callable[[], None],
-) -> PerplexityResult:
-    """Return the losses of a model by position.
+) -> dict[str, Any]:
+    """Return the fields of a PerplexityResult: the losses of a model by position.
 
     Args:
         model, tokenizer: what is measured.
-        config: on which documents.
-        training: how the model was trained, if that is known: its result says whether it was trained on the source.
-        facts: what the result holds besides, with its `length`.
+        config: the documents.
+        length: tokens of each document.
+        training: of the model, if it is known: the result says whether the model was trained on the source.
         pulse: called after each document.
 
     Raises:
         UserError: its logits are not finite.
     """
-    length = facts["length"]
     documents = long_documents(config, tokenizer, length)
     losses = []
     for ids in documents:
@@ -133,9 +132,8 @@ def measure_perplexity(
     sources = training.data.get("sources", []) if training is not None else []
     known = ", which the run was trained on" if any(wanted.items() <= dict(of).items() for of in sources) else ""
     edges = enumerate(buckets(length))
-    return PerplexityResult(
-        **facts,
-        samples=digest_of(documents),
-        text=source_name(config.source) + known,
-        buckets=[Bucket(first=a, end=b, losses=[of[i] for of in losses]) for i, (a, b) in edges],
-    )
+    return {
+        "samples": digest_of(documents),
+        "text": source_name(config.source) + known,
+        "buckets": [Bucket(first=a, end=b, losses=[of[i] for of in losses]) for i, (a, b) in edges],
+    }

@@ -118,13 +118,13 @@ def published_scores(run: Measured, published: Publication) -> dict[Column, tupl
     There are none, unless all its checkpoints were trained alike, and nothing stood before the prompts. RULER's scores
     need the tasks as they were in October 2024, and a haystack that is no demo text and is split as RULER's.
     """
-    results = [result for each in run.found.values() for result in each]
+    results = [result for each in run.tasks.values() for result in each]
     trainings = {result.training.model_dump_json() if result.training else "" for result in results}
     if len(trainings) != 1 or any(of.settings.anchor or of.identity.get("chat_template") for of in results):
         return {}
     haystacks = {result.identity.get("materials", {}).get("haystack") for result in results} - {None}
     other_haystack = any(name.startswith("demo ") or not name.endswith("sentences english") for name in haystacks)
-    no_ruler = other_haystack or bool({*IN_2024.values()} & {*run.tasks()})
+    no_ruler = other_haystack or bool({*IN_2024.values()} & {*run.names()})
     known = results[0].training, results[0].source, {result.step for result in results}
     return {
         (table.scores, table.length, column): (score, table.table)

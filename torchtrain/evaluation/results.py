@@ -3,14 +3,14 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import entry_of, read_json, replace_file
-from anchorline.settings import explain
+from anchorline.files import entry_of, read_file, replace_file
 
 _MOST_BYTES = 1 << 28
 
@@ -20,7 +20,7 @@ class _Strict(BaseModel):
 
 
 class Answer(_Strict):
-    """What the model said to one sample (for choices: the number of one), and its score."""
+    """The model's answer to one sample (for choices: the number of one), and its score."""
 
     index: int
     prediction: str
@@ -29,25 +29,35 @@ class Answer(_Strict):
 
 
 class Settings(_Strict):
-    """What of a computation decides its numbers, besides the samples."""
+    """The settings that decide a model's numbers, besides the samples."""
 
     weights: str  # SHA-256 of the checkpoint's files
     anchor: list[int]  # tokens that were put before each prompt
     dtype: str
-    engine: dict[str, Any] = {}  # what answers, where it is not torch in this process: its name and arguments
+    engine: dict[str, Any] = {}  # its name and arguments if it is not torch in this process
 
 
 class Training(_Strict):
-    """How a checkpoint was trained: a published number is shown beside its results only where all of this agrees."""
+    """How a checkpoint was trained. A published number is shown next to its results only if all of this agrees."""
 
     model: str  # `model.source` of its run
     variant: str
-    split: str | None = None  # `pack.split`, where the variant interleaves
+    split: str | None = None  # `pack.split`, if the variant interleaves
     sequence_length: int
     rope: dict[str, Any]  # rope_parameters of the model that was trained
     steps: int  # of the whole run
     sequences_per_step: int
-    data: dict[str, Any]  # what its tokens depend on: sources, mixture; {} where that is not known
+    data: dict[str, Any]  # sources and mixture; {} if they are not known
+
+
+class NotRun(_Strict):
+    """A task that could not run."""
+
+    format: Literal[2] = 2
+    task: str
+    length: int
+    checkpoint: str
+    not_run: str
 
 
 class _Result(_Strict):
@@ -59,7 +69,7 @@ class _Result(_Strict):
     source: str
     settings: Settings
     samples: str  # SHA-256 of the prompts and targets, or of the documents
-    identity: dict[str, Any]  # what the samples depend on, known before anything runs
+    identity: dict[str, Any]  # all that the samples depend on, known before anything runs
     device: str
     seconds: float
     versions: dict[str, str]
@@ -69,13 +79,13 @@ class _Result(_Strict):
 class TaskResult(_Result):
     """One task at one length of one checkpoint.
 
-    `metric` is the score of `answers`; `values` are all of lm-eval's numbers for the task. A task whose metric is not
-    a mean over samples (perplexity of a corpus, BLEU) has no answers.
+    `metric` names the score of `answers`; `values` are all of lm-eval's numbers for the task. A task whose metric is
+    not a mean over samples (perplexity of a corpus, BLEU) has no answers.
     """
 
     metric: str
     values: dict[str, float]
-    cut_prompts: int  # were longer than the length leaves
+    cut_prompts: int  # that were longer than the length allows
     prompt_tokens: int
     computed_tokens: int
     training: Training | None = None  # None: a model as it was published
@@ -87,8 +97,8 @@ class TaskResult(_Result):
         return sorted(answer.index for answer in self.answers)
 
     def scores(self, part: str = "") -> list[float]:
-        """Return the score of each sample by its number, of one part of them if it is named; of a task without answers
-        its one number.
+        """Return the score of each sample by its number, of one part of them if it is named; the one number of a task
+        without answers.
         """
         ordered = sorted(self.answers, key=lambda answer: answer.index)
         scores = [answer.score for answer in ordered if part in ("", answer.part)]
@@ -116,18 +126,9 @@ class PerplexityResult(_Result):
         return [(bucket.first, bucket.end, len(bucket.losses)) for bucket in self.buckets]
 
 
-class NotRun(_Strict):
-    """A task that could not run."""
-
-    format: Literal[2] = 2
-    task: str
-    length: int
-    checkpoint: str
-    not_run: str
-
-
 Measurement = TaskResult | PerplexityResult
 Result = TaskResult | PerplexityResult | NotRun
+_RESULT: TypeAdapter[Result] = TypeAdapter(Result)
 
 
 def weights_digest(folder: Path) -> str:
@@ -142,44 +143,32 @@ def result_path(out: Path, checkpoint: str, task: str, length: int) -> Path:
     return out / checkpoint / f"{task}-{length}.json"
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder of results. Raises UserError where it cannot be made."""
+@contextmanager
+def writing_to_out() -> Iterator[None]:
+    """Turn an error of the disk into a UserError that names `--out`."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
 
 
 def save_result(out: Path, result: Result) -> None:
-    """Write a result below a folder; whoever reads it sees it whole or not at all.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write a result below a folder; a reader sees it whole or not at all. Raises UserError if it cannot be written."""
     path = result_path(out, result.checkpoint, result.task, result.length)
-    make_folder(path.parent)
-    try:
+    with writing_to_out():
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (result.model_dump_json(indent=1) + "\n").encode())
-    except OSError as error:
-        raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
 
 
 def read_result(path: Path) -> Result:
-    """Read a result.
-
-    Raises:
-        UserError: it is damaged, of another version, or in the wrong place.
-    """
-    content = read_json(path, "results", _MOST_BYTES)
-    kind: type[Result] = TaskResult
-    if "not_run" in content or "buckets" in content:
-        kind = NotRun if "not_run" in content else PerplexityResult
+    """Read a result. Raises UserError if it is damaged, of another version, or in the wrong place."""
     try:
-        result = kind.model_validate_json(json.dumps(content))
-    except ValidationError as error:
+        result = _RESULT.validate_json(read_file(path, _MOST_BYTES))
+    except OSError as error:
+        raise UserError(f"results: {disk_fault(error)}") from None
+    except ValidationError:
         raise UserError(
-            f"results: {quoted(path)}: is damaged, or of another version ({explain(kind, error)}); remove it, and "
-            "evaluate again"
+            f"results: {quoted(path)}: is damaged, or of another version; remove it, and evaluate again"
         ) from None
     if path.name != f"{result.task}-{result.length}.json" or path.parent.name != result.checkpoint:
         raise UserError(f"results: {quoted(path)}: is of {result.task} at {result.length}; move it back")
@@ -192,9 +181,9 @@ def read_results(out: Path) -> Iterator[Result]:
 
 
 def different_setting(result: Measurement, settings: Settings) -> str:
-    """Return the name of a setting in which a result differs from the others of its checkpoint; "": in none.
+    """Return the name of a setting in which a result differs from the others of its checkpoint; "" if in none.
 
-    Perplexity is measured without anchor and engine.
+    Perplexity depends on neither anchor nor engine.
     """
     names = ("weights", "dtype", "engine", "anchor") if isinstance(result, TaskResult) else ("weights", "dtype")
     return next((name for name in names if getattr(result.settings, name) != getattr(settings, name)), "")

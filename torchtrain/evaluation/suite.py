@@ -30,8 +30,8 @@ TASKS: dict[str, int] = {
 }
 # Tasks that NVIDIA changed after the paper, as they were in October 2024, and the same tasks as they are now.
 IN_2024 = {"vt_2024_10": "vt", "fwe_2024_10": "fwe"}
-# The paper leaves these out for LLaMA-2, which scores nothing on them.
-NOT_IN_ELEVEN = ("niah_multikey_3", "cwe")
+# The paper leaves out two tasks for LLaMA-2, which scores nothing on them.
+ELEVEN = tuple(task for task in TASKS if task not in ("niah_multikey_3", "cwe"))
 # LongBench's six groups (arXiv 2308.14508, table 1), by the names of the paper's table.
 LONGBENCH: dict[str, tuple[str, ...]] = {
     "Code Completion": ("lcc", "repobench-p"),
@@ -69,9 +69,11 @@ def benchmark_of(task: str) -> str:
     return next((name for name in ("longbench", "mmlu") if task.startswith(f"{name}_")), task)
 
 
-def is_longbench_e(task: str) -> bool:
-    """Return whether a task is LongBench-E's."""
-    return task.startswith("longbench_") and task.endswith("_e")
+def longbench_e_part(task: str, sample: dict[str, Any]) -> str:
+    """Return the part of LongBench-E that a sample belongs to; "" for a sample of another task."""
+    if not (task.startswith("longbench_") and task.endswith("_e")):
+        return ""
+    return next(name for name, end in LONGBENCH_E_PARTS.items() if end is None or sample["length"] < end)
 
 
 class Haystack(Source):
@@ -137,6 +139,8 @@ class Suite(Section):
     def _fits(self) -> Self:
         if self.vllm and self.backend != "vllm":
             raise ValueError("vllm belongs to backend vllm; remove it, or set backend: vllm")
+        if self.perplexity is not None and self.backend == "vllm":
+            raise ValueError("backend vllm does not measure perplexity; set perplexity=null, or backend: torch")
         if self.device_map is not None and self.backend != "torch":
             raise ValueError("device_map belongs to backend torch; remove it (vllm: {tensor_parallel_size: 8} spreads)")
         return self

@@ -14,7 +14,7 @@ from torchtrain.evaluation.perplexity import (
     long_documents,
 )
 from torchtrain.evaluation.suite import PerplexityConfig
-from torchtrain.evaluation.tasks.index import quiet_library
+from torchtrain.evaluation.tasks.materials import quiet_library
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
 ROOM, END = 12, 257

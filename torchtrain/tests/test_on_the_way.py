@@ -16,9 +16,10 @@ from anchorline.errors import UserError
 from torchtrain.checkpoint import rng
 from torchtrain.config import load_config
 from torchtrain.distributed.world import World
-from torchtrain.evaluation import evaluate as measuring
+from torchtrain.evaluation import measure as measuring
 from torchtrain.evaluation import results
-from torchtrain.evaluation.evaluate import Checkpoint, evaluate
+from torchtrain.evaluation.evaluate import evaluate
+from torchtrain.evaluation.measure import Checkpoint
 from torchtrain.evaluation.on_the_way import TrainingEvaluation
 from torchtrain.evaluation.results import read_result, read_results
 from torchtrain.evaluation.suite import load_suite

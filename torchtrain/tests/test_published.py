@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from torchtrain.evaluation.compare import compare
-from torchtrain.evaluation.measured import ELEVEN
 from torchtrain.evaluation.published import PLACE, Publication, load_published
 from torchtrain.evaluation.results import TaskResult, Training
-from torchtrain.evaluation.suite import IN_2024, TASKS
+from torchtrain.evaluation.suite import ELEVEN, IN_2024, TASKS
 from torchtrain.tests.measured_results import save_results, settings_of, task_result
 
 PAPER = Path(__file__).parents[2] / PLACE

@@ -3,10 +3,6 @@
 import difflib
 import functools
 import importlib
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +11,11 @@ from anchorline import environment
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import expand
 from torchtrain.evaluation.suite import TASKS, is_ruler, key_of
-from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, local_data
+from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, local_data, quiet_library
 from torchtrain.evaluation.tasks.ruler import as_dataset, open_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -30,23 +24,8 @@ class Job:
 
     task: str
     length: int
-    identity: dict[str, Any]  # what the samples depend on
+    identity: dict[str, Any]  # all that its samples depend on
     built: Any = None  # lm-eval's task; None: perplexity
-
-
-@contextmanager
-def quiet_library() -> Iterator[None]:
-    """Let lm-eval and datasets report nothing but errors."""
-    logs = {log: log.level for log in map(logging.getLogger, ("lm_eval", "datasets"))}
-    for log in logs:
-        log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of packages that lm-eval scores with
-            yield
-    finally:
-        for log, level in logs.items():
-            log.setLevel(level)
 
 
 @functools.cache
@@ -56,12 +35,13 @@ def _manager(part: str, include: str | None) -> Any:
 
     folder = Path(str(importlib.import_module("lm_eval.tasks").__file__)).parent / part
     paths: list[str | Path] = [folder] if part and folder.is_dir() else []
-    paths += [FOLDER, *([] if include is None else [expand(include)])]
+    paths += [Path(__file__).parent, *([] if include is None else [expand(include)])]
     with quiet_library():
         return TaskManager(include_path=paths, include_defaults=part == "all")
 
 
 def _manager_of(name: str, include: str | None) -> Any:
+    """Return a manager that knows a task, and all tasks of a group or tag."""
     for part in ("", name.partition("_")[0], "all"):
         index = (manager := _manager(part, include)).task_index
         if name in index and all(leaf in index for leaf in _members(manager, name)):
@@ -99,42 +79,38 @@ def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrain
         length: tokens of a prompt and its answer, at most.
         materials: of RULER's tasks, and the suite.
         tokenizer: of the model.
-        folder: of the model, which tasks that make their own samples ask for.
+        folder: of the model, for tasks that make their own samples.
 
     Raises:
         CannotRunError: its data are missing, or the length leaves no room.
         UserError: its data are damaged.
     """
-    suite = materials.suite
+    suite, include = materials.suite, None
+    overrides: dict[str, Any] = {"task": task}
     if is_ruler(task):
         samples, identity = open_samples(task, length, tokenizer, materials)
-        return Job(
-            task, length, identity, _build({"task": task, "custom_dataset": lambda **_: as_dataset(samples)}, None)
-        )
-    setting, few = key_of(task, suite.data), key_of(task, suite.fewshot)
-    identity = {
-        "task": task,
-        "length": length,
-        "samples": suite.samples,
-        "fewshot": None if few is None else suite.fewshot[few],
-        "chat_template": suite.chat_template,
-        "data": None if setting is None else suite.data[setting],
-        "lm_eval": environment.version("lm_eval"),
-    }
-    entry = _manager_of(task, suite.include_path).task_index[task]
-    overrides = {"task": task, "metadata": {**(entry.cfg or {}).get("metadata", {}), "pretrained": folder}}
-    if setting is not None:
-        overrides |= local_data(task, setting, expand(suite.data[setting]), entry.yaml_path.stem)
-    return Job(task, length, identity, _build(overrides, suite.include_path))
-
-
-def _build(overrides: dict[str, Any], include: str | None) -> Any:
-    """Return lm-eval's task with parts of its configuration replaced."""
-    task = overrides["task"]
+        overrides["custom_dataset"] = lambda **_: as_dataset(samples)
+    else:
+        setting, few = key_of(task, suite.data), key_of(task, suite.fewshot)
+        identity = {
+            "task": task,
+            "length": length,
+            "samples": suite.samples,
+            "fewshot": None if few is None else suite.fewshot[few],
+            "chat_template": suite.chat_template,
+            "data": None if setting is None else suite.data[setting],
+            "lm_eval": environment.version("lm_eval"),
+        }
+        include = suite.include_path
+        entry = _manager_of(task, include).task_index[task]
+        overrides["metadata"] = {**(entry.cfg or {}).get("metadata", {}), "pretrained": folder}
+        if setting is not None:
+            overrides |= local_data(task, setting, expand(suite.data[setting]), entry.yaml_path.stem)
     try:
-        with quiet_library():  # a group of one, because a task by itself takes no replacements
-            return _manager_of(task, include).load({"group": "one", "task": [overrides]})["tasks"][task]
+        with quiet_library():  # a group of one, because lm-eval replaces settings in the tasks of a group alone
+            group = _manager_of(task, include).load({"group": "one", "task": [overrides]})
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # for a data set that is not there, datasets raises anything
+    except Exception as error:  # datasets raises anything if a data set is not there
         raise CannotRunError(f"lm-eval cannot load it ({type(error).__name__}: {quoted_reason(error)})") from error
+    return Job(task, length, identity, group["tasks"][task])

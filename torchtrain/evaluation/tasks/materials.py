@@ -4,8 +4,12 @@ import csv
 import hashlib
 import io
 import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,9 @@ from torchtrain.data.corpus import Document, read
 from torchtrain.evaluation.suite import Suite
 
 _NEEDS_HAYSTACK = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
-_MOST_BYTES = 1 << 30  # of questions, or of a benchmark's file
 _QUESTIONS = {"qa_1": ("squad", "SQuAD's dev-v2.0.json"), "qa_2": ("hotpotqa", "HotpotQA's distractor file")}
-# The published files of a task by its splits, and what shows that a folder holds such files.
+_MOST_BYTES = 1 << 30  # of questions, or of a benchmark's file
+# The published files of a task by its splits, and a pattern that tells whether a folder holds such files.
 _PUBLISHED = {
     "longbench": ({"test": "{}.jsonl"}, "*.jsonl"),
     "mmlu": ({"test": "test/{}_test.csv", "dev": "dev/{}_dev.csv"}, "test/*_test.csv"),
@@ -30,9 +34,24 @@ class CannotRunError(Exception):
     """A task cannot run: its material is missing, or the length leaves no room. The message is the reason."""
 
 
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """Let lm-eval and datasets report nothing but errors."""
+    logs = {log: log.level for log in map(logging.getLogger, ("lm_eval", "datasets"))}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages that lm-eval scores with
+            for log in logs:
+                log.setLevel(logging.ERROR)
+            yield
+    finally:
+        for log, level in logs.items():
+            log.setLevel(level)
+
+
 @dataclass(frozen=True)
 class Materials:
-    """The materials of RULER's tasks. Each is read when it is first asked for."""
+    """The materials of RULER's tasks. Each is read when it is first needed."""
 
     suite: Suite
 
@@ -54,17 +73,17 @@ class Materials:
         return words
 
     def questions(self, task: str) -> tuple[Any, str, str]:
-        """Return a task's questions as the published JSON has them, their name, and their SHA-256.
+        """Return a task's questions as the published JSON has them, the file's name, and its SHA-256.
 
         Raises:
             CannotRunError: the suite names none.
             UserError: they cannot be read, or are not JSON.
         """
         setting, what = _QUESTIONS[task]
-        given = getattr(self.suite, setting)
-        if given is None:
+        path = getattr(self.suite, setting)
+        if path is None:
             raise CannotRunError(f"{setting} is not set ({what})")
-        return _read_questions(setting, what, given)
+        return _read_questions(setting, what, path)
 
     def identity(self, task: str) -> dict[str, str]:
         """Return what a task's samples depend on besides its generator; {}: nothing. Raises as the above."""
@@ -79,8 +98,8 @@ class Materials:
 
 
 @cache
-def _read_questions(setting: str, what: str, given: str) -> tuple[Any, str, str]:
-    path = expand(given)
+def _read_questions(setting: str, what: str, file: str) -> tuple[Any, str, str]:
+    path = expand(file)
     try:
         content = read_file(path, _MOST_BYTES)
         return json.loads(content), path.name, hashlib.sha256(content).hexdigest()
@@ -91,7 +110,7 @@ def _read_questions(setting: str, what: str, given: str) -> tuple[Any, str, str]
 
 
 def local_data(task: str, setting: str, folder: Path, stem: str) -> dict[str, Any]:
-    """Return what of a task's configuration a folder of data replaces: a benchmark's published files, or a data set as
+    """Return the settings of a task that make lm-eval read a folder: a benchmark's published files, or a data set as
     the hub has it.
 
     Args:
@@ -101,7 +120,7 @@ def local_data(task: str, setting: str, folder: Path, stem: str) -> dict[str, An
         stem: name of the task's YAML file: `mmlu_anatomy`, `qasper`.
 
     Raises:
-        CannotRunError: files of the benchmark are there, and this task's are not.
+        CannotRunError: the folder has files of the benchmark, but not this task's.
     """
     patterns, sign = _PUBLISHED.get(setting, ({}, ""))
     places = [place for place in (folder, folder / "data") if sign and any(place.glob(sign))]
@@ -111,24 +130,26 @@ def local_data(task: str, setting: str, folder: Path, stem: str) -> dict[str, An
     place = next((place for place in places if all((place / file).is_file() for file in files.values())), None)
     if place is None:
         raise CannotRunError(f"data.{setting} {quoted(folder)} has no {' and '.join(files.values())}")
-
-    def load(**_: Any) -> dict[str, Any]:
-        import datasets
-
-        return {split: datasets.Dataset.from_list(_records(task, place / file)) for split, file in files.items()}
-
+    load = partial(_read_published, task, {split: place / file for split, file in files.items()})
     lacks = {"training_split": None} if setting == "hellaswag" else {}
     return {"custom_dataset": load, "dataset_path": "", "dataset_name": None, "metadata": {}, **lacks}
 
 
-def _records(task: str, path: Path) -> list[dict[str, Any]]:
-    try:
-        text = read_file(path, _MOST_BYTES).decode()
-        if path.suffix == ".csv":
-            rows = csv.reader(io.StringIO(text, newline=""))
-            return [{"question": row[0], "choices": row[1:5], "answer": "ABCD".index(row[5])} for row in rows]
-        records = [json.loads(line) for line in text.split("\n") if line.strip()]
-        # lm-eval's copy of LongBench on the hub calls `input` `question`.
-        return [({"question": of["input"]} if "longbench" in task else {}) | of for of in records]
-    except (OSError, ValueError, LookupError, RecursionError, csv.Error, TypeError):
-        raise UserError(f"{task}: {quoted(path)} is damaged, or not the published file; copy it again") from None
+def _read_published(task: str, files: dict[str, Path], **_: Any) -> dict[str, Any]:
+    import datasets
+
+    splits = {}
+    for split, path in files.items():
+        try:
+            text = read_file(path, _MOST_BYTES).decode()
+            if path.suffix == ".csv":
+                rows = csv.reader(io.StringIO(text, newline=""))
+                records = [{"question": of[0], "choices": of[1:5], "answer": "ABCD".index(of[5])} for of in rows]
+            else:
+                records = [json.loads(line) for line in text.split("\n") if line.strip()]
+            if "longbench" in task:  # lm-eval's copy on the hub calls `input` `question`
+                records = [{"question": record["input"], **record} for record in records]
+        except (OSError, ValueError, LookupError, RecursionError, csv.Error, TypeError):
+            raise UserError(f"{task}: {quoted(path)} is damaged, or not the published file; copy it again") from None
+        splits[split] = datasets.Dataset.from_list(records)
+    return splits

@@ -1,10 +1,10 @@
-"""RULER's tasks for lm-eval, made by the generators of the installed lm-eval. This file mends where those differ from
-RULER; docs/evaluation.md has the list.
+"""RULER's tasks for lm-eval, made by the generators of the installed lm-eval. This file corrects what those do
+differently from RULER; docs/evaluation.md lists the differences.
 
-Each task is seeded alone, as NVIDIA's scripts are. A prompt is counted as the model reads it: with the prefix of the
-answer, the special tokens, one token of anchor, and room for the answer.
+Each task is seeded alone, as in NVIDIA's scripts. The length of a prompt includes the prefix of the answer, the special
+tokens, one token of anchor, and the tokens of the answer.
 
-lm-eval itself runs them, too:
+lm-eval can run these tasks itself:
 
     lm_eval --model hf --model_args pretrained=FOLDER,max_length=4096 --include_path FOLDER_OF_THIS_FILE --tasks cwe \\
         --metadata '{"length": 4096, "suite": "configs/eval/ruler.yaml"}'
@@ -14,57 +14,45 @@ import hashlib
 import importlib
 import io
 import json
-import logging
 import math
 import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 
-from anchorline.environment import versions
-from anchorline.errors import UserError, disk_fault, quoted_reason
+from anchorline.environment import version, versions
+from anchorline.errors import UserError, disk_fault
 from anchorline.files import expand, replace_file
 from torchtrain.data.prepare import tokenizer_identity
 from torchtrain.evaluation.suite import load_suite, room_of
-from torchtrain.evaluation.tasks.materials import CannotRunError, Materials
+from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, quiet_library
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Sample = dict[str, Any]
-Count = Callable[[str], int]  # from a text to its tokens
-Make = Callable[[int], tuple[str, list[str]]]  # from a size to a prompt with its answer's prefix, and the answers
+Count = Callable[[str], int]  # tokens of a text
+Make = Callable[[int], tuple[str, list[str]]]  # from a size to a prompt with the prefix of its answer, and the answers
 
-_MOST_LENGTH_TRIED, _LENGTH_STEP = 4096, 128  # for the least length that a message names
+_VERSION = "0.4.13"  # of lm-eval
+_MOST_LENGTH_TRIED, _LENGTH_STEP = 4096, 128  # when the least length of a task is searched
 _QUESTION = re.compile(r"(?s:.*)\nWhat (is|are all) the special magic (\S+) for (.+?) mentioned in the provided text\?")
-_EXAMPLE_TOKENS = 500  # of vt's one-shot example, at most
+_EXAMPLE_TOKENS = 500  # of vt's solved example, at most
 _HOPS, _CHAINS = 4, 1
-_ATTEMPTS = 20  # at the smallest size: samples of one size differ by a few tokens
+_ATTEMPTS = 20  # at the smallest size, because samples of one size differ by a few tokens
 _PLACEHOLDER = "12345"
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
-def token_counter(tokenizer: "PreTrainedTokenizerFast", chat: bool = False) -> Count:
-    """Return what counts the tokens of a whole prompt as the model reads it: special ones and one of anchor included.
-
-    Args:
-        tokenizer: the model's.
-        chat: whether prompts go into its chat template.
-    """
-    more = 1
-    if chat:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-        more += len(tokenizer(str(tokenizer.apply_chat_template(turns, tokenize=False))).input_ids)
-    return lambda text: len(tokenizer(text, verbose=False).input_ids) + more
-
-
-def _as_tokenizer(count: Count, prefix_of: Callable[[str], str] = lambda text: text) -> Callable[[str], Any]:
-    """Return what lm-eval takes for a tokenizer, to count a text together with its answer's prefix."""
-    return lambda text: SimpleNamespace(input_ids=range(count(prefix_of(text))))
+class _NoRoomError(Exception):
+    """No sample fits into the length."""
 
 
 def prompt_of(sample: Sample) -> str:
@@ -72,39 +60,10 @@ def prompt_of(sample: Sample) -> str:
     return f"{sample['input']} {sample['gen_prefix']}"
 
 
-def load_samples(**metadata: Any) -> dict[str, Any]:
-    """Return the samples of a task as lm-eval takes a data set: `custom_dataset` of the YAML files.
+def score(doc: Sample, results: list[str]) -> dict[str, float]:
+    """Return RULER's score: the share of the answers that the model's text contains, in upper case or lower.
 
-    Args:
-        metadata: `ruler` (the task), `length`, `suite` (a YAML file), `pretrained` (a model), and `samples`, which
-            overrides the suite's.
-
-    Raises:
-        UserError: one of them is missing, or as `make_samples`.
-    """
-    from torchtrain.modeling.source import open_tokenizer, resolve_source
-
-    if lacks := [name for name in ("pretrained", "length", "suite") if not metadata.get(name)]:
-        raise UserError(f"{metadata['ruler']}: {lacks[0]} is not in --metadata or --model_args; add it")
-    suite = load_suite(metadata["suite"], [f"samples={metadata['samples']}"] if "samples" in metadata else [])
-    tokenizer = open_tokenizer(resolve_source(metadata["pretrained"], suite.cache, needs="tokenizer"))
-    try:
-        return as_dataset(open_samples(metadata["ruler"], int(metadata["length"]), tokenizer, Materials(suite))[0])
-    except CannotRunError as error:
-        raise UserError(f"{metadata['ruler']}: {error}") from None
-
-
-def as_dataset(samples: list[Sample]) -> dict[str, Any]:
-    """Return samples as lm-eval takes a data set."""
-    import datasets
-
-    return {"test": datasets.Dataset.from_list(samples, split=datasets.Split.TEST)}
-
-
-def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return RULER's score: the share of answers that the model's text contains, in upper case or lower.
-
-    For a question (qa) it is whether the text contains any of them. lm-eval takes their share there, too.
+    For a question (qa) any one answer is enough. lm-eval takes the share there, too.
     """
     from lm_eval.tasks.ruler.common_utils import postprocess_pred
 
@@ -113,14 +72,44 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     return {"score": float(any(hits)) if doc["any"] else sum(hits) / len(hits)}
 
 
+def load_samples(**metadata: Any) -> dict[str, Any]:
+    """Return the samples of a task as lm-eval expects a data set: `custom_dataset` of the YAML files.
+
+    Args:
+        metadata: `ruler` (the task), `length`, `suite` (a YAML file), `pretrained` (a model), and `samples`, which
+            overrides the suite's.
+
+    Raises:
+        UserError: one of them is missing, or as `open_samples`.
+    """
+    from torchtrain.modeling.source import open_tokenizer, resolve_source
+
+    task = metadata["ruler"]
+    if lacks := [name for name in ("pretrained", "length", "suite") if not metadata.get(name)]:
+        raise UserError(f"{task}: {lacks[0]} is not in --metadata or --model_args; add it")
+    suite = load_suite(metadata["suite"], [f"samples={metadata['samples']}"] if "samples" in metadata else [])
+    tokenizer = open_tokenizer(resolve_source(metadata["pretrained"], suite.cache, needs="tokenizer"))
+    try:
+        return as_dataset(open_samples(task, int(metadata["length"]), tokenizer, Materials(suite))[0])
+    except CannotRunError as error:
+        raise UserError(f"{task}: {error}") from None
+
+
+def as_dataset(samples: list[Sample]) -> dict[str, Any]:
+    """Return samples as lm-eval expects a data set."""
+    import datasets
+
+    return {"test": datasets.Dataset.from_list(samples, split=datasets.Split.TEST)}
+
+
 def open_samples(
     task: str, length: int, tokenizer: "PreTrainedTokenizerFast", materials: Materials
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Return the samples of a task, made now if the suite's cache does not hold them, and what they depend on.
+    """Return the samples of a task, from the suite's cache if it has them, and all settings that they depend on.
 
     Raises:
-        CannotRunError: the task's material is not set, or the length leaves no room; the message has the least length.
-        UserError: as `make_samples`; the cache is damaged or cannot be written.
+        CannotRunError: as `make_samples`.
+        UserError: as `make_samples`; or the cache is damaged or cannot be written.
     """
     suite = materials.suite
     identity = {
@@ -140,13 +129,13 @@ def open_samples(
             return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line], identity
         except (OSError, ValueError):
             raise UserError(f"cache: {path} is damaged; remove it, and its samples are made again") from None
-    made = make_samples(task, length, suite.samples, suite.seed, tokenizer, materials)
+    samples = make_samples(task, length, suite.samples, suite.seed, tokenizer, materials)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in made).encode())
+        replace_file(path, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples).encode())
     except OSError as error:
         raise UserError(f"cache: {disk_fault(error)}; choose a folder that can be written") from None
-    return made, identity
+    return samples, identity
 
 
 def make_samples(
@@ -154,7 +143,7 @@ def make_samples(
 ) -> list[Sample]:
     """Make samples of one task, each at most `length` tokens with the room for its answer (fwe_2024_10: without).
 
-    The first ones of many are those of few. Questions (qa) whose own documents leave no room are left out.
+    The first n samples do not depend on how many are made. Questions (qa) whose own documents do not fit are left out.
 
     Args:
         task: one of RULER's.
@@ -176,10 +165,13 @@ def make_samples(
         raise UserError(
             f"haystack: {len(materials.haystack):,} words are too few for a length of {length:,} tokens; give more text"
         )
+    count = _token_counter(tokenizer, materials.suite.chat_template)
     first = length // _LENGTH_STEP * _LENGTH_STEP + _LENGTH_STEP
     for tried in (length, *range(first, _MOST_LENGTH_TRIED + 1, _LENGTH_STEP)):
         try:
-            made = _make(task, tried, samples if tried == length else 1, seed, tokenizer, materials)
+            with library() as lm, _seeded(seed, lm):
+                wanted = _Wanted(task, tried, samples if tried == length else 1, seed, count, lm, materials)
+                made = _make(wanted)
         except _NoRoomError:
             continue
         if tried == length:
@@ -188,155 +180,157 @@ def make_samples(
     raise CannotRunError(f"{length:,} tokens leave no room, and {_MOST_LENGTH_TRIED:,} neither with this tokenizer")
 
 
-class _NoRoomError(Exception):
-    """No sample fits into a length."""
+@dataclass(frozen=True)
+class _Wanted:
+    """The samples to make: arguments of `make_samples`, what counts a prompt's tokens, and lm-eval's modules."""
+
+    task: str
+    length: int
+    samples: int
+    seed: int
+    count: Count
+    lm: "_Library"
+    materials: Materials
+
+    @property
+    def room(self) -> int:
+        """Tokens of the answer."""
+        return room_of(self.task)
+
+    def count_part(self, text: str) -> int:
+        """Return the tokens of a part of a prompt, without special tokens and anchor."""
+        return self.count(text) - self.count("")
 
 
-def _make(
-    task: str, length: int, samples: int, seed: int, tokenizer: "PreTrainedTokenizerFast", materials: Materials
-) -> list[Sample]:
-    count, room = token_counter(tokenizer, materials.suite.chat_template), room_of(task)
-    with library() as lm, _seeded(seed, lm):
-        try:
-            if task.startswith("niah"):
-                made = _needles(lm, task, length, samples, seed, count, materials)
-            elif task.startswith("qa"):
-                made = _questions(lm, task, length, samples, count, materials)
-            elif task.startswith("fwe"):
-                made = _frequent_words(lm, length - room if task == "fwe" else length, samples, count)
-            else:
-                make = {"cwe": _common_words, "vt": _variables, "vt_2024_10": _variables_2024}[task]
-                made = [_sample(index, *of) for index, of in enumerate(make(lm, length, samples, seed, count))]
-        except (AttributeError, TypeError, KeyError) as error:
-            raise UserError(
-                f"{task}: lm-eval's generator is not the one of 0.4.13 ({quoted_reason(error)}); "
-                "pip install lm_eval==0.4.13"
-            ) from error
-        except ValueError as error:
-            if isinstance(error, UserError):
-                raise
-            raise _NoRoomError from None
-    for sample in made:
-        sample |= {"any": task.startswith("qa"), "max_length": length}
-        sample["length"] = count(prompt_of(sample)) + room
-        lacks = task.startswith("fwe") and any(word not in sample["input"] for word in sample["outputs"])
-        if lacks or sample["length"] > length + (room if task == "fwe_2024_10" else 0):
+def _make(wanted: _Wanted) -> list[Sample]:
+    task, room = wanted.task, wanted.room
+    kind = next(name for name in _MAKERS if task.startswith(name))
+    try:
+        samples = _MAKERS[kind](wanted)
+    except UserError:
+        raise
+    except ValueError:  # lm-eval could not make one sample
+        raise _NoRoomError from None
+    for sample in samples:
+        sample |= {"any": kind == "qa", "max_length": wanted.length}
+        sample["length"] = wanted.count(prompt_of(sample)) + room
+        lacks = kind == "fwe" and any(word not in sample["input"] for word in sample["outputs"])
+        if lacks or sample["length"] > wanted.length + (room if task == "fwe_2024_10" else 0):
             raise _NoRoomError
-    return made
+    return samples
+
+
+def _token_counter(tokenizer: "PreTrainedTokenizerFast", chat: bool) -> Count:
+    """Return a counter of the tokens of a whole prompt as the model reads it, special ones and one of anchor included.
+
+    Args:
+        tokenizer: the model's.
+        chat: whether prompts go into its chat template.
+    """
+    more = 1
+    if chat:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        more += len(tokenizer(str(tokenizer.apply_chat_template(turns, tokenize=False))).input_ids)
+    return lambda text: len(tokenizer(text, verbose=False).input_ids) + more
+
+
+def _as_tokenizer(count: Count, prefix_of: Callable[[str], str] = lambda text: text) -> Callable[[str], Any]:
+    """Return a function that lm-eval can use as a tokenizer, to count a text with the prefix of its answer."""
+    return lambda text: SimpleNamespace(input_ids=range(count(prefix_of(text))))
+
+
+class _Library:
+    """lm-eval's modules of RULER. Each is imported when it is first used, because prepare_niah takes 8 seconds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return importlib.import_module(f"lm_eval.tasks.ruler.{name}" + "_utils" * (name != "prepare_niah"))
 
 
 @contextmanager
-def library() -> Iterator[SimpleNamespace]:
-    """Yield lm-eval's modules of RULER, which then print nothing and ask the network for nothing.
+def library() -> Iterator[_Library]:
+    """Yield lm-eval's modules of RULER. They print nothing, and do not use the network.
 
     Raises:
-        UserError: a package is missing.
+        UserError: another version of lm-eval is installed, or a package is missing.
     """
-    names = ("niah_utils", "prepare_niah", "vt_utils", "cwe_utils", "fwe_utils", "qa_utils")
-    log = logging.getLogger("lm_eval")
-    with ExitStack() as changes:
-        changes.callback(log.setLevel, log.level)
-        log.setLevel(logging.ERROR)  # it warns of samples that it left out
-        changes.enter_context(redirect_stdout(io.StringIO()))
-        try:
-            import nltk
-
-            with _replaced(nltk, download=lambda *_, **__: False):
-                modules = [importlib.import_module(f"lm_eval.tasks.ruler.{name}") for name in names]
-        except ImportError as error:
-            raise UserError(f"RULER needs the package {error.name}: pip install 'anchorline[eval]'") from None
-        found = {name.removesuffix("_utils"): module for name, module in zip(names, modules, strict=True)}
-        for name in ("prepare_niah", "fwe", "qa"):
-            changes.enter_context(_replaced(found[name], tqdm=lambda items, **_: items))
-        yield SimpleNamespace(**found)
-
-
-@contextmanager
-def _replaced(module: Any, **values: Any) -> Iterator[None]:
-    """Give a module's names other values for the time of the block."""
-    had = {name: getattr(module, name) for name in values}
-    vars(module).update(values)
+    if version("lm_eval") != _VERSION:
+        raise UserError(
+            f"RULER needs lm_eval {_VERSION}, whose generators make its samples: pip install lm_eval=={_VERSION}"
+        )
     try:
-        yield
-    finally:
-        vars(module).update(had)
+        with quiet_library(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), patch("nltk.download"):
+            yield _Library()
+    except ImportError as error:
+        raise UserError(f"RULER needs the package {error.name}: pip install 'anchorline[eval]'") from None
 
 
 @contextmanager
-def _seeded(seed: int, lm: SimpleNamespace) -> Iterator[None]:
-    """Seed what lm-eval draws from: the process's generators, and two constants. Put them back afterwards."""
+def _seeded(seed: int, lm: _Library) -> Iterator[None]:
+    """Seed lm-eval's generators, which are the process's own and two constants. Restore them afterwards."""
     states = random.getstate(), np.random.get_state()
     try:
         random.seed(seed)
         np.random.seed(seed)
-        with _replaced(lm.fwe, SEED=seed), _replaced(lm.qa, SEED=seed):
+        with patch.multiple(lm.fwe, SEED=seed), patch.multiple(lm.qa, SEED=seed):
             yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
 
 
-def sentence_splitter(kind: str) -> Callable[[str], list[str]]:
-    """Return what splits a text into sentences, as `haystack.sentences` says.
-
-    Raises:
-        UserError: NLTK's data for English is not on this machine.
-    """
+def _sentences(kind: str, text: str) -> list[str]:
+    """Split a text as `haystack.sentences` says."""
     import nltk
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
     if kind == "untrained":
-        return PunktSentenceTokenizer().tokenize
+        return PunktSentenceTokenizer().tokenize(text)
     try:
-        nltk.data.find("tokenizers/punkt_tab")
+        return nltk.sent_tokenize(text)
     except LookupError:
         raise UserError(
             "haystack.sentences 'english': NLTK's punkt_tab is not on this machine; fetch it with python -m "
             "nltk.downloader punkt_tab, or set it to untrained"
         ) from None
-    return nltk.sent_tokenize
 
 
-def _needles(
-    lm: SimpleNamespace, task: str, length: int, samples: int, seed: int, count: Count, materials: Materials
-) -> list[Sample]:
-    """Call lm-eval's own function of the task, with our tokenizer, haystack, number of samples and seed."""
-    made, generate = [], lm.prepare_niah.generate_samples
-    haystack = materials.suite.haystack
-
-    @cache
-    def split(text: str) -> list[str]:
-        return sentence_splitter("untrained" if haystack is None else haystack.sentences)(text)
-
-    def get_haystack(type_haystack: str) -> Any:
-        return materials.haystack if type_haystack == "essay" else lm.prepare_niah.get_haystack(type_haystack)
-
-    def generate_samples(*given: Any, **settings: Any) -> list[Sample]:
-        own = {"num_samples": samples, "TOKENIZER": _as_tokenizer(count, _with_needle_prefix), "random_seed": seed}
-        made.extend(generate(*given, **{**settings, **own, "tokens_to_generate": room_of(task)}))
-        return made
-
-    changes = {"generate_samples": generate_samples, "get_haystack": get_haystack, "get_tokenizer": lambda _: None}
-    with _replaced(lm.niah, **changes), _replaced(lm.prepare_niah, cached_sent_tokenize=split):
-        getattr(lm.niah, task)(max_seq_lengths=[length])
-    return made
+def _needles(wanted: _Wanted) -> list[Sample]:
+    """Call lm-eval's function of the task with our tokenizer, haystack, number of samples and seed."""
+    lm, materials = wanted.lm, wanted.materials
+    haystack, (generate, stock) = (
+        materials.suite.haystack,
+        (lm.prepare_niah.generate_samples, lm.prepare_niah.get_haystack),
+    )
+    own = {
+        "TOKENIZER": _as_tokenizer(wanted.count, _with_needle_prefix),
+        "num_samples": wanted.samples,
+        "tokens_to_generate": wanted.room,
+        "random_seed": wanted.seed,
+    }
+    changes = {
+        "generate_samples": lambda *given, **settings: generate(*given, **settings | own),
+        "get_haystack": lambda type_haystack: materials.haystack if type_haystack == "essay" else stock(type_haystack),
+        "get_tokenizer": lambda _: None,
+    }
+    split = cache(partial(_sentences, "untrained" if haystack is None else haystack.sentences))
+    with patch.multiple(lm.niah, **changes), patch.multiple(lm.prepare_niah, cached_sent_tokenize=split):
+        return getattr(lm.niah, wanted.task)(max_seq_lengths=[wanted.length])["test"].to_list()
 
 
 def _with_needle_prefix(text: str) -> str:
-    """Add to a question (and whatever follows it) about as much as the prefix of its answer will."""
-    found = _QUESTION.match(text)
-    assert found is not None, "the template of niah ends with its question"
-    verb, kind, query = found.groups()
+    """Append about as many tokens to a question as the prefix of its answer has."""
+    match = _QUESTION.match(text)
+    assert match is not None, "the template of niah ends with its question"
+    verb, kind, query = match.groups()
     return f"{text} The special magic {kind} for {query} mentioned in the provided text {verb[:3].strip()}"
 
 
-def _questions(
-    lm: SimpleNamespace, task: str, length: int, samples: int, count: Count, materials: Materials
-) -> list[Sample]:
-    published, name, _ = materials.questions(task)
-    # The readers are cached by their address, which ours lack: the function below the cache is called.
-    reader = (lm.qa.read_squad if task == "qa_1" else lm.qa.read_hotpotqa).__wrapped__
-    with _replaced(lm.qa, download_json=lambda _: published):
+def _questions(wanted: _Wanted) -> list[Sample]:
+    task, qa = wanted.task, wanted.lm.qa
+    published, name, _ = wanted.materials.questions(task)
+    # lm-eval caches its readers by the address of the file, and we give none: call the function below the cache.
+    reader = (qa.read_squad if task == "qa_1" else qa.read_hotpotqa).__wrapped__
+    with patch.multiple(qa, download_json=lambda _: published):
         try:
             questions, documents = reader("")
         except (TypeError, KeyError, ValueError, AttributeError):
@@ -347,124 +341,103 @@ def _questions(
             raise UserError(f"{task}: {name}: answered question {number}: has an empty answer; fetch the file again")
     if not questions:
         raise UserError(f"{task}: {name} holds no question with an answer; give the published file's")
-    return lm.qa.generate_samples(
-        tokenizer=_as_tokenizer(count, lambda text: f"{text} {lm.qa.CONFIG['answer_prefix']}"),
+    return qa.generate_samples(
+        tokenizer=_as_tokenizer(wanted.count, lambda text: f"{text} {qa.CONFIG['answer_prefix']}"),
         docs=documents,
         qas=questions,
-        max_seq_length=length,
-        num_samples=min(samples, len(questions)),
-        tokens_to_generate=room_of(task),
+        max_seq_length=wanted.length,
+        num_samples=min(wanted.samples, len(questions)),
+        tokens_to_generate=wanted.room,
     )
 
 
-def _frequent_words(lm: SimpleNamespace, prompt: int, samples: int, count: Count) -> list[Sample]:
-    if count(lm.fwe.TEMPLATE.format(context="", query="")) > prompt or prompt < 4 * 50:
-        raise _NoRoomError  # lm-eval would run for ever; it has a word for every 50 tokens, and asks for three
-    return lm.fwe.sys_kwext(tokenizer=_as_tokenizer(count), max_seq_length=prompt, num_samples=samples)
+def _frequent_words(wanted: _Wanted) -> list[Sample]:
+    fwe, prompt = wanted.lm.fwe, wanted.length - (wanted.room if wanted.task == "fwe" else 0)
+    if wanted.count(fwe.TEMPLATE.format(context="", query="")) > prompt or prompt < 4 * 50:
+        raise _NoRoomError  # lm-eval would not end. It has a word for every 50 tokens, and asks for three words.
+    return fwe.sys_kwext(tokenizer=_as_tokenizer(wanted.count), max_seq_length=prompt, num_samples=wanted.samples)
 
 
-def _common_words(
-    lm: SimpleNamespace, length: int, samples: int, seed: int, count: Count
-) -> list[tuple[str, list[str]]]:
+def _common_words(wanted: _Wanted) -> list[Sample]:
+    cwe = wanted.lm.cwe
+
     def shuffle(words: list[str]) -> None:
-        random.Random(seed).shuffle(words)  # lm-eval keeps one generator, so that a sample depends on all before it
+        # lm-eval keeps one generator, so that a sample depends on all samples before it.
+        random.Random(wanted.seed).shuffle(words)
 
     def make(words: int) -> tuple[str, list[str]]:
-        example, text, answers = lm.cwe.generate_input_output(words, length)
+        example, text, answers = cwe.generate_input_output(words, wanted.length)
         return f"{example}\n{text}", answers
 
     def tokens(words: int) -> int:
         text, answers = make(words)
-        return count(text + " " + " ".join(f"{i + 1}. {word}" for i, word in enumerate(answers)))
+        return wanted.count(text + " " + " ".join(f"{i + 1}. {word}" for i, word in enumerate(answers)))
 
     # lm-eval shuffles the vocabulary at import by the seed 42, as NVIDIA's script does by its seed.
-    with _replaced(lm.cwe, RNG=SimpleNamespace(shuffle=shuffle)):
-        room = room_of("cwe")
-        words = _largest(tokens, room, length, step=10, most=len(lm.cwe.WORDS))
-        return [_fitting(make, words, 10, count, length - room) for _ in range(samples)]
+    with patch.multiple(cwe, RNG=SimpleNamespace(shuffle=shuffle)):
+        words = _largest_by_steps(tokens, wanted.room, wanted.length, 10, most=len(cwe.WORDS))
+        return _samples_of(make, words, 10, wanted)
 
 
-def _variables_2024(
-    lm: SimpleNamespace, length: int, samples: int, seed: int, count: Count
-) -> list[tuple[str, list[str]]]:
-    room = room_of("vt")
-
-    def make(size: int, is_example: bool = False) -> tuple[str, list[str]]:
-        # A template that is not the task's own is folded for the example. Since December 2024 lm-eval's is its own.
-        with _replaced(lm.vt, TEMPLATE=f" {lm.vt.TEMPLATE}" if is_example else lm.vt.TEMPLATE):
-            return lm.vt.generate_input_output(size, _CHAINS, _HOPS, is_icl=is_example)
-
-    def tokens(size: int, is_example: bool = False) -> int:
-        return plain("{} {}".format(*make(size, is_example)))
-
-    plain = _without_special(count)
+def _variables(wanted: _Wanted) -> list[Sample]:
+    """Make samples of vt, or of vt_2024_10, which has one example for all samples and searches sizes by steps."""
+    old, room, count_part = wanted.task == "vt_2024_10", wanted.room, wanted.count_part
+    chain, largest = (_chain_2024, _largest_by_steps) if old else (_chain, _largest_by_halves)
+    make = partial(chain, wanted.lm)
     make_example = partial(make, is_example=True)
-    size = _largest(partial(tokens, is_example=True), room, _EXAMPLE_TOKENS, step=5)
-    example, answers = _fitting(make_example, size, 5, plain, _EXAMPLE_TOKENS - room)
-    example = f"{example} {' '.join(answers)}\n\n"
-    size = _largest(tokens, room + plain(example), length - count(""), step=10)
+
+    def tokens_by(make: Make, size: int) -> int:
+        text, answers = make(size)
+        return count_part(f"{text} {answers}" if old else text)
+
+    step, more = 10 if old or wanted.length >= 4096 else 5, room if old else 0
+    size = largest(partial(tokens_by, make_example), more, _EXAMPLE_TOKENS, 5)
+    example, answers = _fitting(make_example, size, 5, count_part, _EXAMPLE_TOKENS - more)
+    example = f"{example} {' '.join(answers)}\n" + "\n" * old
+    size = largest(partial(tokens_by, make), count_part(example) + room, wanted.length - wanted.count(""), step)
 
     def make_whole(size: int) -> tuple[str, list[str]]:
         text, answers = make(size)
-        return f" {example}\n\n{text}", answers
+        return f" {example}\n\n{text}" if old else f"{_renamed(example)}\n{text}", answers
 
-    return [_fitting(make_whole, size, 10, count, length - room) for _ in range(samples)]
+    return _samples_of(make_whole, size, step, wanted)
 
 
-def _variables(lm: SimpleNamespace, length: int, samples: int, seed: int, count: Count) -> list[tuple[str, list[str]]]:
-    room, noise, config = room_of("vt"), lm.prepare_niah.get_haystack("repeat"), lm.vt.CONFIG["variable_tracking"]
+def _chain_2024(lm: _Library, size: int, is_example: bool = False) -> tuple[str, list[str]]:
+    # lm-eval folds the template of an example into a line if it is not the task's own.
+    with patch.multiple(lm.vt, TEMPLATE=f" {lm.vt.TEMPLATE}" if is_example else lm.vt.TEMPLATE):
+        return lm.vt.generate_input_output(size, _CHAINS, _HOPS, is_icl=is_example)
+
+
+def _chain(lm: _Library, size: int, is_example: bool = False) -> tuple[str, list[str]]:
+    config, state = lm.vt.CONFIG["variable_tracking"], np.random.get_state()
+    names, (chain,) = lm.vt.generate_chains(_CHAINS, _HOPS, is_icl=is_example)
+    value = chain[0].rpartition(" ")[2]
+    if is_example:  # NVIDIA does not draw its value
+        np.random.set_state(state)
+        chain[0] = chain[0].removesuffix(value) + _PLACEHOLDER
+        value = _PLACEHOLDER
+    lines = [_NOISE] * size
+    for offset, (place, line) in enumerate(zip(sorted(random.sample(range(size), len(chain))), chain, strict=True)):
+        lines.insert(place + offset, line)
     template = config["template"] + config["answer_prefix"].replace("assgined", "assigned")
-
-    def make(size: int, is_example: bool = False) -> tuple[str, list[str]]:
-        state = np.random.get_state()
-        names, chains = lm.vt.generate_chains(_CHAINS, _HOPS, is_icl=is_example)
-        value = chains[0][0].rpartition(" ")[2]
-        if is_example:  # whose value NVIDIA does not draw
-            np.random.set_state(state)
-            chains[0][0] = chains[0][0].removesuffix(value) + _PLACEHOLDER
-            value = _PLACEHOLDER
-        lines = [noise] * size
-        for chain in chains:
-            places = sorted(random.sample(range(len(lines)), len(chain)))
-            for offset, (place, line) in enumerate(zip(places, chain, strict=True)):
-                lines.insert(place + offset, line)
-        context = "\n".join(lines).replace(". \n", ".\n")
-        return template.format(context=context, query=value, num_v=_HOPS + 1), names[0]
-
-    make_example = partial(make, is_example=True)
-    plain = _without_special(count)
-    size = _most_by_halves(lambda size: plain(make_example(size)[0]), 0, _EXAMPLE_TOKENS, 5)
-    example, answers = _fitting(make_example, size, 5, plain, _EXAMPLE_TOKENS)
-    example = f"{example} {' '.join(answers)}\n"
-    step = 10 if length >= 4096 else 5
-    size = _most_by_halves(lambda size: plain(make(size)[0]), plain(example) + room, length - count(""), step)
-
-    def make_whole(size: int) -> tuple[str, list[str]]:
-        text, answers = make(size)
-        return f"{_renamed(example)}\n{text}", answers
-
-    return [_fitting(make_whole, size, step, count, length - room) for _ in range(samples)]
+    context = "\n".join(lines).replace(". \n", ".\n")
+    return template.format(context=context, query=value, num_v=_HOPS + 1), names[0]
 
 
 def _renamed(example: str) -> str:
-    """Give an example of `vt` other names and another value, so that it tells nothing of the next one."""
+    """Give an example of `vt` other names and another value, because one example serves all samples."""
     for name in example.split()[-_HOPS - 1 :]:
         example = example.replace(name, "".join(random.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=len(name))))
     return example.replace(_PLACEHOLDER, str(np.random.randint(10000, 99999)))
 
 
-def _sample(index: int, prompt: str, answers: list[str]) -> Sample:
-    """Cut a prompt before the prefix of its answer."""
-    question, _, prefix = prompt.rpartition(" Answer: ")
-    return {"index": index, "input": question, "gen_prefix": f"Answer: {prefix}", "outputs": answers}
-
-
-def _largest(tokens: Callable[[int], int], room: int, limit: int, step: int, most: float = math.inf) -> int:
-    """Return the size that NVIDIA's scripts of 2024 find: it grows by steps until a first sample does not fit."""
+def _largest_by_steps(tokens: Callable[[int], int], more: int, limit: int, step: int, most: float = math.inf) -> int:
+    """Return the size that NVIDIA's scripts of 2024 choose: they add steps until a first sample does not fit."""
     size, total = step, 0
-    while total + room < limit:
+    while total + more < limit:
         total = tokens(size)
-        if total + room > limit:
+        if total + more > limit:
             return max(size - step, step)
         size += step
         if size > most:
@@ -472,8 +445,8 @@ def _largest(tokens: Callable[[int], int], room: int, limit: int, step: int, mos
     return size
 
 
-def _most_by_halves(tokens: Callable[[int], int], more: int, limit: int, step: int) -> int:
-    """Return the size that NVIDIA's scripts find since June 2025: by bisection, from a first guess."""
+def _largest_by_halves(tokens: Callable[[int], int], more: int, limit: int, step: int) -> int:
+    """Return the size that NVIDIA's scripts choose since June 2025: they bisect, from a first guess."""
     low, best = step, step
     high = max(int(limit / (tokens(step) / step) * 3), 2 * step)
     while low <= high:
@@ -485,20 +458,23 @@ def _most_by_halves(tokens: Callable[[int], int], more: int, limit: int, step: i
     return best
 
 
-def _without_special(count: Count) -> Count:
-    """Return what counts a part of a prompt: without special tokens and anchor."""
-    return lambda text: count(text) - count("")
+def _samples_of(make: Make, size: int, step: int, wanted: _Wanted) -> list[Sample]:
+    samples = []
+    for index in range(wanted.samples):
+        prompt, answers = _fitting(make, size, step, wanted.count, wanted.length - wanted.room)
+        question, _, prefix = prompt.rpartition(" Answer: ")
+        samples.append({"index": index, "input": question, "gen_prefix": f"Answer: {prefix}", "outputs": answers})
+    return samples
 
 
 def _fitting(make: Make, size: int, step: int, count: Count, limit: int) -> tuple[str, list[str]]:
-    """Make a sample of this size, or of the next smaller one whose prompt has at most `limit` tokens.
-
-    Raises:
-        _NoRoomError: none fits.
-    """
+    """Make a sample of this size, or of the next smaller one whose prompt has at most `limit` tokens."""
     for _ in range(size // step + _ATTEMPTS):
         text, answers = make(size)
         if count(text) <= limit:
             return text, answers
         size = size - step if size > step else size
     raise _NoRoomError
+
+
+_MAKERS = {"niah": _needles, "qa": _questions, "fwe": _frequent_words, "cwe": _common_words, "vt": _variables}

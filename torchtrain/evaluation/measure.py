@@ -1,0 +1,261 @@
+"""One model's run: the jobs that are left to measure, lm-eval as the runner, and a file for each result."""
+
+import datetime
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anchorline import environment
+from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.files import expand
+from torchtrain.evaluation import results as kept
+from torchtrain.evaluation.intervals import format_perplexity, mean_interval
+from torchtrain.evaluation.perplexity import digest_of, long_documents, measure_perplexity
+from torchtrain.evaluation.results import Answer, Measurement, NotRun, PerplexityResult, TaskResult
+from torchtrain.evaluation.suite import IN_2024, Suite, benchmark_of, longbench_e_part, room_of
+from torchtrain.evaluation.tasks.index import Job, build_job, leaves
+from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, quiet_library
+from torchtrain.modeling.placement import format_devices
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+_PACKAGES = ("anchorline", "torch", "transformers", "tokenizers", "lm_eval", "vllm")
+_METRICS = ("score", "acc_norm", "acc", "exact_match", "em", "f1")  # the first that a task has is its score
+Say = Callable[[str], None]  # takes a line of progress
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model to evaluate: the name of its results, its step, its source, and its training (None: not known)."""
+
+    name: str
+    step: int | None
+    source: str
+    training: kept.Training | None = None
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A checkpoint that is ready to measure. `load` returns the model of transformers; vLLM loads `folder` itself."""
+
+    checkpoint: Checkpoint
+    tokenizer: "PreTrainedTokenizerFast"
+    settings: kept.Settings
+    load: Callable[[], "PreTrainedModel"]
+    folder: str = ""
+
+
+def tasks_of(suite: Suite, lengths: Sequence[int]) -> list[tuple[str, int]]:
+    """Return every task with every length it is measured at. A task of short prompts has the greatest length alone.
+
+    Raises:
+        UserError: there is no such task.
+    """
+    names = dict.fromkeys(leaf for name in suite.tasks for leaf in leaves(name, suite.include_path))
+    tasks = [
+        (task, length)
+        for length in lengths
+        for task in names
+        if benchmark_of(task) in ("ruler", "longbench") or length == max(lengths)
+    ]
+    return tasks + [("perplexity", length) for length in lengths if suite.perplexity is not None]
+
+
+def make_job(task: str, length: int, materials: Materials, model: EvaluatedModel) -> Job:
+    """Return a task with its samples. Raises as `build_job`."""
+    config = materials.suite.perplexity
+    if task != "perplexity" or config is None:
+        return build_job(task, length, materials, model.tokenizer, model.folder)
+    digest = digest_of(long_documents(config, model.tokenizer, length))
+    return Job(task, length, {"documents": digest, **config.model_dump(mode="json", exclude_defaults=True)})
+
+
+def plan(
+    model: EvaluatedModel, suite: Suite, lengths: Sequence[int], out: Path | None, say: Say, replace_old: bool = False
+) -> list[Job]:
+    """Return the jobs that are left to measure of a model. Report the tasks that cannot run, and those that are done.
+
+    Args:
+        model, suite, lengths, say: as for `evaluate`.
+        out: folder of the results; None: nothing is read or written there.
+        replace_old: measure again the results of other weights, settings or samples, which are refused otherwise.
+
+    Raises:
+        UserError: a task cannot be measured, for another reason than a missing material or too little room.
+    """
+    name, jobs, materials = model.checkpoint.name, [], Materials(suite)
+    for task, length in tasks_of(suite, lengths):
+        line = f"{name} {task} {length:,}"
+        path = None if out is None else kept.result_path(out, name, task, length)
+        read = kept.read_result(path) if path is not None and path.is_file() else None
+        done = None if isinstance(read, NotRun) else read
+        try:
+            job = make_job(task, length, materials, model)
+        except CannotRunError as error:
+            say(f"{line}: not run: {error}")
+            if out is not None and done is None:
+                kept.save_result(out, NotRun(task=task, length=length, checkpoint=name, not_run=str(error)))
+            continue
+        other = "" if done is None else kept.different_setting(done, model.settings)
+        other = "samples" if done is not None and done.identity != job.identity else other
+        if other and not replace_old:
+            raise UserError(
+                f"--out: {quoted(path)} was measured with other {other}; choose another --out, or remove it"
+            )
+        if done is None or other:
+            jobs.append(job)
+        else:
+            say(f"{line}: finished before, {_format_result(done)}")
+    return jobs
+
+
+def measure(
+    model: EvaluatedModel,
+    jobs: Sequence[Job],
+    suite: Suite,
+    out: Path,
+    *,
+    log: Path | None = None,
+    say: Say,
+    pulse: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure jobs of one model, and write a file for each result.
+
+    Args:
+        model, jobs, suite, out, log, say: as for `evaluate`.
+        pulse: called between two batches of prompts, and between two documents.
+    """
+    if not jobs:
+        return
+    checkpoint = model.checkpoint
+    loaded = model.load() if suite.backend == "torch" else None
+    if loaded is None:
+        lm, device = _vllm(model, suite, max(job.length for job in jobs)), "vllm"
+    else:
+        from torchtrain.evaluation.model import SharedPrefixLM
+
+        device = format_devices(loaded)
+        with quiet_library():
+            lm = SharedPrefixLM(  # pyright: ignore[reportAbstractUsage]
+                loaded, model.tokenizer, suite.batch_tokens, jobs[0].length, model.settings.anchor, pulse
+            )
+    for job in jobs:
+        pulse()
+        started = time.perf_counter()
+        if job.built is not None:
+            kind, fields = TaskResult, {"task": job.task, **_run(lm, model, job, suite, log)}
+        else:
+            assert loaded is not None
+            assert suite.perplexity is not None
+            kind = PerplexityResult
+            fields = measure_perplexity(
+                loaded, model.tokenizer, suite.perplexity, job.length, checkpoint.training, pulse
+            )
+        result = kind(
+            length=job.length,
+            checkpoint=checkpoint.name,
+            step=checkpoint.step,
+            source=checkpoint.source,
+            settings=model.settings,
+            identity=job.identity,
+            device=device,
+            seconds=round(time.perf_counter() - started, 3),
+            versions=environment.versions(_PACKAGES),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **fields,
+        )
+        kept.save_result(out, result)
+        say(f"{checkpoint.name} {job.task} {job.length:,}: {_format_result(result)}, {result.seconds:.1f} s")
+
+
+def _run(lm: Any, model: EvaluatedModel, job: Job, suite: Suite, log: Path | None) -> dict[str, Any]:
+    """Run one task by lm-eval; return the fields of its result."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.tasks import TaskManager
+
+    own = suite.backend == "torch"
+    if own:
+        more = room_of(job.task) if job.task in IN_2024 else 0  # fwe_2024_10 leaves no room for its answer
+        lm.set_length(job.length + more, benchmark_of(job.task) == "longbench")
+    # With a cache of its answers, a task that was stopped continues within.
+    depends_on = [model.settings.model_dump(), job.identity, environment.versions(_PACKAGES)]
+    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    tracker = None if log is None else EvaluationTracker(output_path=str(log))
+    run: Any = simple_evaluate
+    with quiet_library():
+        found = run(
+            model=lm,
+            tasks=[job.built],
+            limit=suite.samples,
+            num_fewshot=job.identity.get("fewshot"),
+            use_cache=str(expand(suite.cache) / "answers" / f"{job.task}-{job.length}-{digest}"),
+            apply_chat_template=suite.chat_template,
+            random_seed=suite.seed,
+            numpy_random_seed=suite.seed,
+            torch_random_seed=suite.seed,
+            bootstrap_iters=0,
+            evaluation_tracker=tracker,
+            task_manager=TaskManager(include_defaults=False),  # lm-eval makes one of all its tasks otherwise
+        )
+        lm.cache_hook.dbdict.close()  # lm-eval leaves a thread open
+        samples = found["samples"][job.task]
+        if tracker is not None:
+            tracker.general_config_tracker.model_name_sanitized = f"{model.checkpoint.name}-{job.length}"
+            tracker.save_results_aggregated(results={**found, "samples": {}}, samples=found["samples"])
+            tracker.save_results_samples(task_name=job.task, samples=samples)
+    chosen = samples[0]["filter"]
+    samples = sorted((of for of in samples if of["filter"] == chosen), key=lambda of: of["doc_id"])
+    values = {
+        name.partition(",")[0]: float(value)
+        for name, value in found["results"][job.task].items()
+        if isinstance(value, int | float) and name.endswith(f",{chosen}") and "_stderr" not in name
+    }
+    of_samples = [name for name in values if all(isinstance(of.get(name), int | float) for of in samples)]
+    metric = next((name for name in _METRICS if name in of_samples), next(iter(of_samples or values)))
+    hashes = "".join(f"{of['prompt_hash']}{of['target_hash']}" for of in samples)
+    return {
+        "samples": hashlib.sha256(hashes.encode()).hexdigest(),
+        "metric": metric,
+        "values": values,
+        **{name: getattr(lm, name) if own else 0 for name in ("cut_prompts", "prompt_tokens", "computed_tokens")},
+        "training": model.checkpoint.training,
+        "answers": [_answer(of, metric, job.task) for of in samples] if metric in of_samples else [],
+    }
+
+
+def _answer(sample: dict[str, Any], metric: str, task: str) -> Answer:
+    responses = sample["filtered_resps"]
+    if len(responses) == 1:
+        text = responses[0] if isinstance(responses[0], str) else json.dumps(responses[0])
+    else:  # likelihoods of choices
+        scores = [of[0] if isinstance(of, list | tuple) else 0.0 for of in responses]
+        text = str(scores.index(max(scores)))
+    part = longbench_e_part(task, sample["doc"])
+    return Answer(index=int(sample["doc_id"]), prediction=text, score=float(sample[metric]), part=part)
+
+
+def _vllm(model: EvaluatedModel, suite: Suite, length: int) -> Any:
+    from lm_eval.api.registry import get_model
+
+    settings = {"pretrained": model.folder, "dtype": model.settings.dtype, "max_model_len": length, "seed": suite.seed}
+    try:
+        return get_model("vllm")(**settings, **{"enable_prefix_caching": True, **suite.vllm})
+    except (TypeError, ValueError, ImportError) as error:
+        raise UserError(f"backend vllm: {quoted_reason(error)}; mend vllm in the suite") from None
+
+
+def _format_result(result: Measurement) -> str:
+    if isinstance(result, PerplexityResult):
+        parts = (f"{format_perplexity(sum(of.losses) / len(of.losses))} below {of.end:,}" for of in result.buckets)
+        return ", ".join(parts) + f", {len(result.buckets[0].losses)} documents"
+    cut = f", {result.cut_prompts} prompts cut" if result.cut_prompts else ""
+    if not result.answers:
+        return f"{result.metric} {result.values[result.metric]:.3f}{cut}"
+    mean, low, high = mean_interval(result.scores())
+    return f"{result.metric} {100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}], n {len(result.answers)}{cut}"
