@@ -117,7 +117,7 @@ def test_what_was_measured_on_the_way_is_taken_where_nothing_was_measured_afterw
         (task_result(), '"score": 1.0', '"score": "a"', "is damaged, or of another version"),
         (task_result(), '"format": 2', '"format": 1', "is damaged, or of another version"),
         (task_result(), '"fwe"', '"cwe"', "is of cwe at 1024"),
-        (task_result(), "{", "", "is not JSON"),
+        (task_result(), "{", "", "is damaged, or of another version"),
     ],
 )
 def test_a_damaged_result_is_refused(tmp_path, result, old, new, said):
