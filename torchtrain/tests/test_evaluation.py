@@ -83,8 +83,11 @@ def test_any_task_of_lm_eval_runs_by_name(call, folder, tmp_path):
             }
         )
     )
-    tasks = "hellaswag,mmlu_abstract_algebra,mmlu_anatomy,longbench_qasper,arc_easy,mine"
-    more = (f"include_path={own}", f"data.arc_easy={hub}")
+    (hub / "data").mkdir()
+    sums = [json.dumps({"context": f"Question: {i} + 1\nAnswer:", "completion": f" {i + 1}"}) for i in range(3)]
+    (hub / "data" / "single_digit_three_ops.jsonl").write_text("\n".join(sums))
+    tasks = "hellaswag,mmlu_abstract_algebra,mmlu_anatomy,longbench_qasper,arc_easy,mine,arithmetic_1dc,sciq"
+    more = (f"include_path={own}", f"data.arc_easy={hub}", f"data.arithmetic={hub}")
     done = call("--tasks", tasks, "fewshot.mmlu=5", *more)
     assert done.exit_code == 0, done.output
     found = {of.task: of for of in read_results(tmp_path / "out")}
@@ -93,10 +96,12 @@ def test_any_task_of_lm_eval_runs_by_name(call, folder, tmp_path):
     assert (hellaswag.metric, len(hellaswag.answers), len(algebra.answers)) == ("acc_norm", 3, 3)
     assert hellaswag.values.keys() >= {"acc", "acc_norm"}
     assert (qasper.metric, qasper.cut_prompts) == ("score", 1)  # 2,500 tokens
-    assert [(found[task].metric, len(found[task].answers)) for task in ("arc_easy", "mine")] == [
+    assert [(found[task].metric, len(found[task].answers)) for task in ("arc_easy", "mine", "arithmetic_1dc")] == [
         ("acc_norm", 1),
         ("exact_match", 3),
+        ("acc", 3),
     ]
+    assert found["sciq"].not_run.endswith("; data.sciq=FOLDER names local data")
     assert "has no test/anatomy_test.csv" in found["mmlu_anatomy"].not_run
     # Of short prompts the greatest length alone is measured.
     again = call("--tasks", "hellaswag", "--lengths", "1024,1280", "dtype=bfloat16", "--out", tmp_path / "again")

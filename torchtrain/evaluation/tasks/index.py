@@ -105,12 +105,16 @@ def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrain
         entry = _manager_of(task, include).task_index[task]
         overrides["metadata"] = {**(entry.cfg or {}).get("metadata", {}), "pretrained": folder}
         if setting is not None:
-            overrides |= local_data(task, setting, expand(suite.data[setting]), entry.yaml_path.stem)
+            kwargs = (entry.cfg or {}).get("dataset_kwargs") or {}
+            overrides |= local_data(task, setting, expand(suite.data[setting]), entry.yaml_path.stem, kwargs)
     try:
         with quiet_library():  # a group of one, because lm-eval replaces settings in the tasks of a group alone
             group = _manager_of(task, include).load({"group": "one", "task": [overrides]})
     except (UserError, MemoryError):
         raise
     except Exception as error:  # datasets raises anything if a data set is not there
-        raise CannotRunError(f"lm-eval cannot load it ({type(error).__name__}: {quoted_reason(error)})") from error
+        hint = "" if overrides.keys() & {"dataset_path", "dataset_kwargs"} else f"; data.{task}=FOLDER names local data"
+        raise CannotRunError(
+            f"lm-eval cannot load it ({type(error).__name__}: {quoted_reason(error)}){hint}"
+        ) from error
     return Job(task, length, identity, group["tasks"][task])

@@ -109,7 +109,7 @@ def _read_questions(setting: str, what: str, file: str) -> tuple[Any, str, str]:
         raise UserError(f"{setting} {quoted(path)}: is not JSON; give {what}") from None
 
 
-def local_data(task: str, setting: str, folder: Path, stem: str) -> dict[str, Any]:
+def local_data(task: str, setting: str, folder: Path, stem: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a task that make lm-eval read a folder: a benchmark's published files, or a data set as
     the hub has it.
 
@@ -118,6 +118,7 @@ def local_data(task: str, setting: str, folder: Path, stem: str) -> dict[str, An
         setting: `longbench`, `mmlu`, `hellaswag`, or anything else.
         folder: of the files, which may also lie in its subfolder `data`.
         stem: name of the task's YAML file: `mmlu_anatomy`, `qasper`.
+        kwargs: the task's `dataset_kwargs`.
 
     Raises:
         CannotRunError: the folder has files of the benchmark, but not this task's.
@@ -125,6 +126,11 @@ def local_data(task: str, setting: str, folder: Path, stem: str) -> dict[str, An
     patterns, sign = _PUBLISHED.get(setting, ({}, ""))
     places = [place for place in (folder, folder / "data") if sign and any(place.glob(sign))]
     if not places:
+        given = kwargs.get("data_files")
+        if isinstance(given, dict) and all(str(file).startswith("hf://datasets/") for file in given.values()):
+            # hf://datasets/OWNER/NAME/FILE: the task asks for files of the hub, whatever its dataset_path is.
+            local = {split: str(folder / file.split("/", 5)[5]) for split, file in given.items()}
+            return {"dataset_kwargs": {**kwargs, "data_files": local}}
         return {"dataset_path": str(folder)}
     files = {split: pattern.format(stem.removeprefix(f"{setting}_")) for split, pattern in patterns.items()}
     place = next((place for place in places if all((place / file).is_file() for file in files.values())), None)
