@@ -20,8 +20,8 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of source": 42_100,
-    "lines of tests": 26_300,
+    "lines of source": 42_200,
+    "lines of tests": 26_400,
     "words of docs": 29_000,
     "source files in a folder": 18,
     "settings without description": 0,

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torchtrain
 from anchorline.errors import UserError
+from torchtrain.attention import attach as attach_module
 from torchtrain.attention import visible_BTT
 from torchtrain.attention.masks import MASKS_TOLD, MASKS_WITH_A_LENGTH, functions_by_length, functions_in
 
