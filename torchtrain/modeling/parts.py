@@ -40,7 +40,7 @@ def head_of(model: "PreTrainedModel") -> nn.Module:
 class LogitRule(NamedTuple):
     """What a model makes of a number x that its head gives: cap tanh(x factor / divisor / cap)."""
 
-    factor: float = 1.0  # Falcon-H1, Cohere
+    factor: float = 1.0  # Falcon-H1
     divisor: float = 1.0  # Granite
     cap: float | None = None  # Gemma 2; without one the logit is x factor / divisor
 
@@ -48,9 +48,8 @@ class LogitRule(NamedTuple):
     def of(cls, model: "PreTrainedModel") -> Self:
         """Read a model's config."""
         config = model.config.get_text_config(decoder=True)
-        factors = (getattr(config, name, None) for name in ("lm_head_multiplier", "logit_scale"))
         return cls(
-            factor=next((factor for factor in factors if factor is not None), 1.0),
+            factor=getattr(config, "lm_head_multiplier", None) or 1.0,
             divisor=getattr(config, "logits_scaling", None) or 1.0,
             cap=getattr(config, "final_logit_softcapping", None),
         )
@@ -110,7 +109,7 @@ def check_head(model: "PreTrainedModel") -> None:
     """Check that logits are what `LogitRule` makes of head(hidden states), which the chunked loss relies on.
 
     Raises:
-        UserError: the model does more (MiniCPM 3 scales the hidden states).
+        UserError: the model does more (scales its logits by a parameter of another name, as Cohere does).
     """
     batch = _tiny_batch(model)
     model.eval()
@@ -118,8 +117,8 @@ def check_head(model: "PreTrainedModel") -> None:
     own_BTV = LogitRule.of(model).logits(head_of(model)(hidden_states(model, batch)))
     if not torch.equal(own_BTV.float(), logits_BTV.float()):
         raise UserError(
-            f"model.source: {model.config.model_type} makes its logits in more than one linear layer, a factor and a "
-            "cap, which the chunked loss does not support"
+            f"model.source: {model.config.model_type} does more than one linear layer to make logits (scales them), "
+            "which the chunked loss does not support"
         )
 
 
