@@ -180,6 +180,13 @@ def make_samples(
     raise CannotRunError(f"{length:,} tokens leave no room, and {_MOST_LENGTH_TRIED:,} neither with this tokenizer")
 
 
+class _Library:
+    """lm-eval's modules of RULER. Each is imported when it is first used, because prepare_niah takes 8 seconds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return importlib.import_module(f"lm_eval.tasks.ruler.{name}" + "_utils" * (name != "prepare_niah"))
+
+
 @dataclass(frozen=True)
 class _Wanted:
     """The samples to make: arguments of `make_samples`, what counts a prompt's tokens, and lm-eval's modules."""
@@ -189,7 +196,7 @@ class _Wanted:
     samples: int
     seed: int
     count: Count
-    lm: "_Library"
+    lm: _Library
     materials: Materials
 
     @property
@@ -237,13 +244,6 @@ def _token_counter(tokenizer: "PreTrainedTokenizerFast", chat: bool) -> Count:
 def _as_tokenizer(count: Count, prefix_of: Callable[[str], str] = lambda text: text) -> Callable[[str], Any]:
     """Return a function that lm-eval can use as a tokenizer, to count a text with the prefix of its answer."""
     return lambda text: SimpleNamespace(input_ids=range(count(prefix_of(text))))
-
-
-class _Library:
-    """lm-eval's modules of RULER. Each is imported when it is first used, because prepare_niah takes 8 seconds."""
-
-    def __getattr__(self, name: str) -> Any:
-        return importlib.import_module(f"lm_eval.tasks.ruler.{name}" + "_utils" * (name != "prepare_niah"))
 
 
 @contextmanager
