@@ -134,7 +134,7 @@ def test_a_damaged_result_is_refused(tmp_path, result, old, new, said):
 
 
 ROOT = Path(__file__).parents[2]
-PAGE, DATA = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results" / "comparison"
+PAGE, DATA = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results" / "needles"
 
 
 def test_the_page_is_made_of_its_data(tmp_path, monkeypatch):
@@ -152,7 +152,8 @@ def test_the_page_is_made_of_its_data(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert copy.read_text() == text
-    assert not (copy.parent / "figures").exists()  # of one length there is nothing to draw
+    (figure,) = (copy.parent / "figures").iterdir()
+    assert (PAGE.parent / "figures" / figure.name).is_file()
 
 
 # --- how sure a mean and a difference are -----------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_the_page_is_what_the_schema_says():
         ("train.betas", "default: [0.9, 0.95]"),
         ("data.sources.0.files", "glob of .jsonl"),
         ("model.lora", "model.lora.rank"),
-        ("prepare.workers", "tasks at work at a time"),
+        ("prepare.workers", "tasks that run at a time"),
     ],
 )
 def test_a_key_or_a_section_is_explained(key, told):
