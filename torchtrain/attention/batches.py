@@ -1,8 +1,8 @@
-"""Segments of like length, stacked: so that many short documents cost few calls of a kernel.
+"""Stacks segments of similar length, so that many short documents need few calls of a kernel.
 
-Each segment is padded at its end, by copies of its last token, to a length that is a function of its own length alone:
-its numbers are then the same whoever stands beside it. Under a causal mask what stands at the end is seen by no token
-of the segment, and what comes of it is thrown away, so the padding needs no mask and has a gradient of zero.
+Each segment is padded at its end with copies of its last token. The padded length depends on the segment's own length
+alone, so a segment's numbers do not depend on the others. Under a causal mask no token of the segment sees the padding,
+and the padding's output is thrown away. So it needs no mask and has a gradient of zero.
 
 Legend: M gathered keys · P the same, padded and by batches · N query tokens · S segments · R anchor tokens · C copies.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torchtrain.attention.plan import AttentionPlan
 
-# Lengths up to the first number are rounded up to a multiple of the second. From 768 on torch's CPU kernel takes 256
-# queries at a time, below 64 and below 192 no more than 32: 768 of the one kind take as long as 640 of the other, and
-# longer segments are worth a call of their own.
+# Lengths up to the first number are rounded up to a multiple of the second. torch's CPU kernel takes 256 queries
+# at a time from 768 on, 64 from 192 on, and 32 below. So 768 tokens take as long as 640, and a longer segment is worth
+# a call to itself.
 _STEPS = ((64, 4), (192, 8), (640, 16), (768, 128))
 
 
@@ -27,12 +27,12 @@ _STEPS = ((64, 4), (192, 8), (640, 16), (768, 128))
 class Batches:
     """The segments of a plan in another order, padded and stacked."""
 
-    plan: "AttentionPlan"  # the same, its keys laid out as P: what `gather_keys` reads
+    plan: "AttentionPlan"  # with its keys laid out as P, for `gather_keys`
     shapes: tuple[tuple[int, int], ...]  # segments and tokens of each batch; the products sum up to P
 
 
 def padded_length(tokens: int) -> int:
-    """Return the length that a segment is padded to: at most 1 in 5 more, from 64 tokens on 1 in 8."""
+    """Return a segment's padded length: at most a fifth longer, or an eighth from 64 tokens on."""
     step = next((step for most, step in _STEPS if tokens <= most), 1)
     return -(-tokens // step) * step
 

@@ -1,7 +1,7 @@
 """FlexAttention's BlockMask, built from the document boundaries, never by evaluating T x T.
 
-`create_block_mask` evaluates the rule on every pair (32 s and 10 GiB at T = 32K); here a block of keys is classified by
-the documents at its borders: nothing visible, all visible ("full": no mask is evaluated inside) or some.
+`create_block_mask` evaluates the rule on every pair (32 s and 10 GiB at T = 32K). Here the documents at the borders of
+a block decide whether its pairs are all hidden, all visible ("full": no mask is evaluated inside) or mixed.
 
 Legend: B batch · T tokens of a row · P the same, rounded up to whole blocks · Q, J blocks of queries, of keys.
 """
@@ -20,17 +20,17 @@ BLOCK = 128
 def make_block_mask(document_ids_BT: Tensor, window: int | None = None, keep_anchor: bool = False) -> BlockMask:
     """Lower document ids [B, T] to a BlockMask over T rounded up to a multiple of 128 (the rest counts as padding).
 
-    A block pair is kept where some pair of it is visible, and full where all are. Both are exact where ids do not
-    decrease along the row (padding aside), which is how rows are packed; ids in any other order keep a superset of the
-    blocks and stay correct, because the rule itself is evaluated inside every block that is not full. So do blocks
-    of several documents under a window, whose places are not those of one.
+    A block pair is kept if some pair in it is visible, and full if all are. Both are exact if ids do not decrease along
+    the row (padding aside), as in packed rows. Ids in any other order, and blocks of several documents under a window,
+    keep more blocks than needed. The result stays correct, because the rule itself is evaluated inside every block that
+    is not full.
     """
     ids_BP = F.pad(document_ids_BT, (0, -document_ids_BT.shape[1] % BLOCK), value=PADDING)
     B, P = ids_BP.shape
     blocks = ids_BP.view(B, P // BLOCK, BLOCK)
 
-    # The documents of a block lie between its first and last id. Padding takes no part: first > last where all is
-    # padding.
+    # The documents of a block lie between its first and last id. Padding is left out: a block of nothing else has
+    # first > last.
     real = blocks != PADDING
     some_real_BQ, all_real_BQ = real.any(-1), real.all(-1)
     last_BQ = blocks.amax(-1)

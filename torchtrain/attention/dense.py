@@ -1,6 +1,6 @@
 """Engine `dense`: the rule as a boolean [T, T] mask.
 
-For tests and tiny inputs; cast by cast what transformers' eager does.
+For tests and tiny inputs. It casts where transformers' eager attention casts.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · G query heads per key/value head · D head_dim.
 """
@@ -58,7 +58,7 @@ def attend_dense(
     if layer.softcap is not None:
         logits = (logits / layer.softcap).tanh() * layer.softcap
     logits = logits.to(wide).masked_fill(~mask, float("-inf"))
-    # A row that sees nothing would be NaN, in its gradient too: softmax over zeros, then out with it.
+    # A query that sees nothing would give NaN, in its gradient too: its softmax is over zeros, then set to 0.
     blind = ~mask.any(-1, keepdim=True)
     if layer.sinks_H is not None:
         sink_BKGT1 = layer.sinks_H.to(wide).view(K, H // K, 1, 1).expand(B, -1, -1, T, 1)

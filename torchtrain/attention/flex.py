@@ -53,7 +53,7 @@ def attend_flex(
     if sinks_H is not None:  # FlexAttention differentiates its log-sum-exp
         out_BHTD = (out_BHTD * torch.sigmoid(lse_BHT - sinks_H.float()[:, None])[..., None]).to(q_BTHD.dtype)
         lse_BHT = torch.logaddexp(lse_BHT, sinks_H.float()[:, None])
-    # What a row that sees nothing gets for a log-sum-exp is left to FlexAttention's kernels; the rule says -inf.
+    # FlexAttention's kernels choose the log-sum-exp of a query that sees nothing; the rule says -inf.
     lse_BHT = lse_BHT[:, :, :T].detach().masked_fill((plan.document_ids_BT == PADDING)[:, None], float("-inf"))
     return out_BHTD[:, :, :T].transpose(1, 2), lse_BHT
 

@@ -1,9 +1,9 @@
-"""Gather the tokens a plan names, with a backward pass that is deterministic.
+"""Gathers the tokens that a plan names. The backward pass is deterministic.
 
 An anchor token is gathered once for its own segment and once more for every document, so its gradient is a sum over
-copies. `index_select`'s own backward adds them with atomics on a GPU, in any order and in the tensor's dtype; here the
-copies of each anchor token are summed in float32, in document order. Same mathematics: the tests hold it against
-`index_select`.
+copies. `index_select`'s own backward adds them with atomics on a GPU, in any order and in the tensor's dtype. Here the
+copies of each anchor token are summed in float32, in document order. The mathematics is the same: the tests compare it
+with `index_select`.
 
 Legend: B batch · T tokens of a row · N query tokens · M gathered keys · K heads · D head_dim · R anchor tokens · C
 copies.
@@ -63,5 +63,5 @@ def scatter_queries(x: Tensor, plan: AttentionPlan, fill: float = 0.0) -> Tensor
 
 
 def attend_nothing(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
-    """Return the output [B, T, H, D] of rows that are nothing but padding: zeros that carry a graph to all three."""
+    """Return the output [B, T, H, D] of rows that are all padding: zeros, through which autograd reaches q, k and v."""
     return torch.zeros_like(q_BTHD) + sum(x[:0].sum() for x in (q_BTHD, k_BTKD, v_BTKD))

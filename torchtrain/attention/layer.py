@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class LayerOptions:
-    """What every engine is told of a layer. An engine refuses what it does not compute."""
+    """The options of a layer, for every engine. An engine refuses the options that it does not compute."""
 
     scale: float
     """Factor on the logits."""
@@ -21,11 +21,11 @@ class LayerOptions:
     window: int | None = None
     """How many tokens a query sees; see `torchtrain.attention.rule`."""
     keep_anchor: bool = False
-    """Whether the anchor stays visible beyond the window; False without one."""
+    """Whether the anchor stays visible beyond the window; False if there is no window."""
 
 
 def sink_gradient(grad: Tensor, out: Tensor, total: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return the gradient [H] of sinks from grad and out [.., H, D] and the log-sum-exp that counts them [.., H]."""
+    """Return the gradient [H] of sinks. grad, out: [.., H, D]; total: the log-sum-exp that counts them [.., H]."""
     probability = (sinks_H.to(total.dtype) - total).exp()
     gradient = -probability * (grad.to(total.dtype) * out.to(total.dtype)).sum(-1)
     return gradient.flatten(0, -2).sum(0).to(sinks_H.dtype)

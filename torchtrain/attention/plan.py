@@ -1,8 +1,8 @@
 """The attention plan: the mask rule lowered once per batch, for every layer and every engine.
 
-A segment is what one causal attention call works on: the queries of one document of one row, and as keys the row's
-anchor followed by the document itself. Queries and keys end at the same token, so causal masking is aligned
-bottom-right, which is FlashAttention-2's convention when the two lengths differ:
+One causal attention call works on one segment. Its queries are one document of one row; its keys are the row's anchor
+followed by that document. Queries and keys end at the same token, so causal masking is aligned bottom-right, as
+FlashAttention-2 does when the two lengths differ:
 
     row        A A a a a b b . .        (A anchor, a b documents, . padding)
     segment 0  queries A A              keys A A
@@ -40,13 +40,13 @@ class AttentionPlan:
     k_index_M: Tensor  # token of each key, ordered by segment: the anchor's tokens, then the document's own
     cu_seqlens_q: Tensor  # int32 [S + 1]
     cu_seqlens_k: Tensor  # int32 [S + 1]
-    own_slot_N: Tensor  # where in M each query's own key stands
+    own_slot_N: Tensor  # index in M of each query's own key
     anchor_index_R: Tensor  # the anchors' tokens
-    anchor_slot_RC: Tensor  # where in M the copies of each for the documents stand; -1 fills up where there are fewer
+    anchor_slot_RC: Tensor  # indices in M of each one's copies for the documents; -1 where it has fewer
     seqlens_q: tuple[int, ...] = field(repr=False)  # per segment, on the host
     seqlens_k: tuple[int, ...] = field(repr=False)
     queries_in_order: bool  # q_index_N is 0, 1, .. B * T - 1: nothing to gather
-    keys_in_order: bool  # so is k_index_M
+    keys_in_order: bool  # the same of k_index_M
 
     @property
     def max_seqlen_q(self) -> int:
@@ -79,7 +79,7 @@ class AttentionPlan:
         return sum(up_to(m) - up_to(m - n) for n, m in zip(self.seqlens_q, self.seqlens_k, strict=True))
 
     def block_mask(self, window: int | None = None, keep_anchor: bool = False) -> BlockMask:
-        """FlexAttention's lowering, built for the first layer of its kind and kept for the others."""
+        """Return FlexAttention's mask. The first layer with these options builds it, and the others reuse it."""
         key = (window, keep_anchor)
         if key not in self._block_masks:
             self._block_masks[key] = make_block_mask(self.document_ids_BT, *key)
@@ -100,7 +100,7 @@ class AttentionPlan:
 
     def to(self, device: torch.device | str) -> "AttentionPlan":
         """Return the plan with its tensors on `device`."""
-        device = torch.empty(0, device=device).device  # "cuda" is "cuda:0" once something is there
+        device = torch.empty(0, device=device).device  # a tensor on "cuda" says "cuda:0"
         tensors = self._tensors()
         if all(t.device == device for t in tensors.values()):
             return self

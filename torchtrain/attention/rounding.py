@@ -1,7 +1,7 @@
-"""Emulated storage of queries and keys with few mantissa bits, in a model that otherwise computes in float32.
+"""Rounds queries and keys to few mantissa bits, in a model that otherwise computes in float32.
 
-After RoPE the rounding depends on a token's position, as bfloat16's does in training: scores are no longer a function
-of the distance alone. Before RoPE the same noise leaves them relative. The gradient is rounded where the value is.
+After RoPE the rounding depends on a token's position, as in training in bfloat16. Scores then depend on more than the
+distance. Before RoPE the same rounding leaves scores relative. Gradients are rounded where values are.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ ROUNDED_BITS = "rounded_mantissa_bits"  # attribute of attention layers whose qu
 def round_mantissa(x: Tensor, bits: int) -> Tensor:
     """Round float32 to the nearest number of `bits` stored mantissa bits, ties to even; bfloat16 stores 7.
 
-    The exponent stays float32's. The gradient passes as if nothing was rounded, and is itself rounded alike.
+    The exponent stays float32's. The gradient ignores this rounding, and is then rounded in the same way.
 
     Args:
         x: float32, of any shape.

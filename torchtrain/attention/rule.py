@@ -6,13 +6,13 @@
                     and (document[k] == document[q] or document[k] == 0)
                     and (window is None or q - k < window or (keep_anchor and document[k] == 0))
 
-q and k are indices in storage order; document 0 is the anchor, a prefix of the row; -1 is padding, which neither sees
-nor is seen: its attention output is 0 and its log-sum-exp -inf.
+q and k are indices in storage order. Document 0 is the anchor, a prefix of the row. -1 is padding: it sees nothing and
+nothing sees it, so its attention output is 0 and its log-sum-exp is -inf.
 
-The window is a layer's (Mistral, Gemma, gpt-oss). For it q and k are places: a token's place is its index among the
-anchor and its own document. A window therefore hides from a document what the model hides from it where it stands alone
-behind the anchor, wherever in the row it is stored. `keep_anchor`: the anchor stays visible beyond the window, which
-the model was not trained with. Places order what a token sees as storage does, so one rule serves both.
+Some layers have a window (Mistral, Gemma, gpt-oss). There q and k are places: a token's place is its index among the
+anchor and its own document. So a window hides the same tokens of a document wherever in the row it is stored: those
+that it hides in a row of only the anchor and that document. `keep_anchor` keeps the anchor visible beyond the window;
+the model was not trained with that. Places order the keys of a token as storage does, so one rule serves both.
 
 Legend: B batch · T tokens of a row.
 """

@@ -1,15 +1,15 @@
-"""Engine `sdpa`: one `scaled_dot_product_attention` for each batch of segments of like length. Portable; judged, as
-`flash` is, beside `dense` and the oracle.
+"""Engine `sdpa`: one `scaled_dot_product_attention` for each batch of segments of similar length. It is portable.
+The gate judges it like `flash`, beside `dense` and the oracle.
 
-It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so wants square inputs: each document
-brings the anchor's queries along with the anchor's keys, and their A rows of output are thrown away. That costs A extra
-queries a document and never a mask, and nor does the padding of a batch (`torchtrain.attention.batches`).
+It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so needs square inputs. So each document
+brings the anchor's A queries as well as its keys, and their rows of output are thrown away. Neither these nor the
+padding of a batch (`torchtrain.attention.batches`) need a mask.
 
-On a CPU `torchtrain.attention.half_on_cpu` stands in for it, in float64 only for sinks and windows.
+On a CPU `torchtrain.attention.half_on_cpu` replaces SDPA; in float64 it does so for sinks and windows only.
 
-On CUDA torch falls back, in silence, to a kernel that holds all pairs of a document, H x n x n, where its others do not
-fit. Here that one is never taken: key/value heads are repeated where the others do not take fewer of them, and what
-still does not fit is refused.
+On CUDA, where no other kernel fits, torch silently falls back to one that holds all pairs of a document, H x n x n.
+This engine forbids that kernel. It repeats key/value heads where the other kernels do not take fewer of them, and
+refuses what still does not fit.
 
 Upstream: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
 
@@ -82,13 +82,13 @@ def _attend_causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], laye
 
 
 def _takes_fewer_heads(q: Tensor) -> bool:
-    """Whether SDPA's FlashAttention runs here, the one of its kernels that takes fewer key/value heads."""
+    """Whether SDPA's FlashAttention runs here: only that kernel takes fewer key/value heads than query heads."""
     return q.dtype in HALF and q.shape[-1] <= 256 and capability(q.device) >= (8, 0)
 
 
 @contextmanager
 def _without_all_pairs(q_BTHD: Tensor) -> Iterator[None]:
-    """Forbid SDPA's plain kernel on CUDA while the block lasts. On a CPU it is chosen in no case that matters here."""
+    """Forbid SDPA's plain kernel on CUDA while the block lasts. On a CPU nothing here leads to it."""
     if not q_BTHD.is_cuda:
         yield
         return
