@@ -1,4 +1,4 @@
-"""The way in for one's own training loop: set `anchor` on a model, check that it holds in every layer, say what runs.
+"""Entry for your own training loop: sets `anchor` on a model, checks every layer, and logs the engine that runs.
 
 model = torchtrain.attach(model)
 model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache=False)
@@ -28,21 +28,21 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _Model:
     """Make a causal language model of transformers train under the mask rule, or refuse and leave it as it was.
 
-    The implementation is set and read back, the separation of documents checked on 11 tokens (`check_separation`), and
-    the engine that will run told in one line. From then on the model also refuses what `anchor` alone cannot see:
-    `document_ids` while another implementation is set, labels that are already shifted, and labels that transformers
-    would shift over the ends of documents; and takes an attention mask that is all ones. Without `document_ids`, a
-    document begins wherever `position_ids` restart at 0, and there is no anchor.
+    It sets the implementation and reads it back, checks on 11 tokens that documents are separate (`check_separation`),
+    and logs the engine in one line. From then on the model also refuses what `anchor` alone cannot see: `document_ids`
+    while another implementation is set, labels that are already shifted, and labels that transformers would shift over
+    the ends of documents. It accepts an attention mask that is all ones. Without `document_ids`, a document begins
+    wherever `position_ids` restart at 0, and there is no anchor.
 
-    `torch.compile(model, fullgraph=True)` makes one graph, and a small one of the labels' check. Attention is one
-    operation of it, which any engine computes and which attends once more in the backward pass.
+    `torch.compile(model, fullgraph=True)` makes one graph, and a small one for the check of labels. Attention is one
+    operation in it. Any engine computes that operation, which attends once more in the backward pass.
 
     Args:
         model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or
             compilation.
         engine: `auto`, or one of `torchtrain.attention.ENGINES`.
         keep_anchor: in layers with a sliding window, the anchor stays visible beyond the window. By default the window
-            hides it, as it hides the first tokens of a row from the model as it was trained and where it is used later.
+            hides it, as it hid the first tokens of a row when the model was trained, and as it will when it is used.
 
     Returns:
         The same model.
@@ -84,7 +84,7 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
 
 
 def _read_back(model: PreTrainedModel, name: str) -> None:
-    """Families whose attention does not go through transformers' interface ignore the setting, with a log line."""
+    """Refuse families that ignore the setting: their attention bypasses transformers' interface."""
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != name:
         raise UserError(
@@ -94,7 +94,7 @@ def _read_back(model: PreTrainedModel, name: str) -> None:
 
 
 def _longest_row(model: PreTrainedModel) -> str:
-    """Say what 11 tokens do not show: up to which length a row is taken whole, and what a window hides of it."""
+    """Say what 11 tokens do not show: the longest row that is accepted, and how far windows reach."""
     config = model.config.get_text_config(decoder=True)
     kinds, said = getattr(config, "layer_types", None), ""
     for kind, setting in MASKED_LAYER_TYPES.items():
@@ -140,7 +140,7 @@ def _documents_of(position_ids: Any, offsets: Tensor | None) -> Tensor | None:
 def _check_masks(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Refuse `document_ids` that would be swallowed; drop a mask that hides nothing before a family adds to it."""
+    """Refuse `document_ids` that would be ignored. Drop a mask of all ones before a family adds to it."""
     implementation = str(decoder.config.get_text_config(decoder=True)._attn_implementation)
     if not implementation.startswith(implementation_name("auto")):
         if kwargs.get("document_ids") is not None:
@@ -164,7 +164,7 @@ def _positions(decoder: PreTrainedModel) -> int | None:
 
 
 def _check_length(model: Any, held: int | None, tokens: int, position_ids: Tensor | None) -> None:
-    """Warn of positions that the model was not made for, by the first row that is longer than it holds."""
+    """Warn of positions beyond the model's, at the first row that is longer than it holds."""
     if held is None or tokens <= held or getattr(model, "_anchor_saw_length", False):
         return
     model._anchor_saw_length = True

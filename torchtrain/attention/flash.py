@@ -1,8 +1,8 @@
-"""The engines that are FlashAttention: one varlen call under the plan.
+"""The FlashAttention engines: one varlen call under the plan.
 
 `flash` is FlashAttention-2, from the `flash-attn` package where it is installed, else from torch itself. `flash3` (on
-Hopper) and `flash4` (on Hopper and Blackwell) are the newer generations, which torch takes from their packages into its
-own kernel's place. All take packed [tokens, heads, D] tensors with cu_seqlens and align causal masking bottom-right,
+Hopper) and `flash4` (on Hopper and Blackwell) are newer generations, which torch loads from their packages in place
+of its own kernel. All take packed [tokens, heads, D] tensors with cu_seqlens and align causal masking bottom-right,
 which is what the plan is built for.
 
 Upstream: flash_attn/flash_attn_interface.py (flash_attn_varlen_func), torch/nn/attention/varlen.py and _registry.py
@@ -124,16 +124,16 @@ def _engine_of(torch_name: str) -> str:
 
 
 def _active() -> str | None:
-    """Name the generation that stands in the place of torch's own kernel, if one does."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # younger than what it tells of
+    """Return the generation that replaces torch's own kernel, if one does."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # newer than `activate_...`
     return None if current is None else current()
 
 
 def _activate(engine: str, device: torch.device) -> None:
-    """Put a newer generation in the place of torch's own kernel, once in a process.
+    """Replace torch's own kernel by a newer generation, once in a process.
 
     Raises:
-        UserError: the GPU is another, so is what stands there already, or the package cannot be imported.
+        UserError: another kind of GPU, another generation is active, or the package cannot be imported.
     """
     newer, active = NEWER[engine], _active()
     if capability(device)[0] not in newer.majors:
@@ -156,8 +156,8 @@ def _activate(engine: str, device: torch.device) -> None:
 
 
 def leave_newer() -> None:
-    """Give torch its own kernel back where `flash3` or `flash4` stands in its place: between two measurements, say."""
-    if _active() is not None:  # who can tell of it can restore it, too
+    """Restore torch's own kernel if `flash3` or `flash4` replaced it, for example between two measurements."""
+    if _active() is not None:  # a torch that can name it can restore it, too
         torch.nn.attention.restore_flash_attention_impl()
 
 

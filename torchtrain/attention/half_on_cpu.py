@@ -2,14 +2,14 @@
 
 torch's CPU kernel errs more than FlashAttention-2 in its backward pass in bfloat16, where it sums dk and dv over blocks
 of queries in bfloat16 (docs/LOG.md). So the backward pass runs in float32, and each gradient is rounded once. The
-forward pass rounds as FlashAttention-2's (float32 logits, softmax and accumulator, P rounded for P V); in bfloat16 it
-is two to three times as fast as in float32 where the processor has tiles for it (AMX), and no faster elsewhere, where
-it runs in float32. What is kept for the backward pass is in half precision either way. `torchtrain.exact_products` says
-who multiplies. A float32 model takes the same road, in which nothing is rounded.
+forward pass rounds like FlashAttention-2's (float32 logits, softmax and accumulator, P rounded for P V). bfloat16 is
+two to three times as fast as float32 on a processor with tiles for it (AMX), and no faster elsewhere, so there the
+forward pass runs in float32. Either way, half precision is kept for the backward pass. `torchtrain.exact_products`
+chooses the library that multiplies. A float32 model takes the same path, and nothing is rounded.
 
 A window of W tokens cuts a document into blocks of W. A query sees its own block up to itself. Of the block before, it
-sees the tokens that come later in that block than the query in its own. Read backwards, this too is causal, so each is
-one call of the kernel, and their outputs are merged by their log-sum-exp. A sink is one more term of that sum. The
+sees the tokens that come later in that block than the query in its own. Read backwards, this part is causal, too. So
+each part is one call of the kernel. Their log-sum-exps merge their outputs. A sink is one more term of that sum. The
 kernel's backward pass computes probabilities from an output and a log-sum-exp. It is given the merged ones, and so each
 call computes its share of the gradients.
 

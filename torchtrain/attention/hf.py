@@ -1,17 +1,17 @@
 """The plug-in for transformers: attention implementation `anchor`, and one name per engine (`implementation_name`).
 
-`torchtrain.attach(model)` is the way in (`torchtrain.attention.attach`): it checks the whole model. Without it,
+Use `torchtrain.attach(model)` (`torchtrain.attention.attach`): it checks the whole model. Without it,
 
     torchtrain.register()
     model.set_attn_implementation("anchor")
     model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache=False)
 
-refuses at the first call what transformers shows to an attention function and to a mask builder (`masks`). Layers that
-are not attention show nothing there: only `attach` finds those.
+refuses at the first call the faults that an attention function and a mask builder (`masks`) can see. They do not see
+layers that are not attention: only `attach` finds those.
 
 Extra keyword arguments of `model(...)` travel to every layer's attention function, through gradient checkpointing too:
-`document_ids` [B, T], and optionally `plan`, built once per batch by `make_plan`. Without a plan it is built from the
-document ids in the first layer and remembered with that tensor for the others.
+`document_ids` [B, T], and optionally `plan`, built once per batch by `make_plan`. Without a plan, the
+first layer builds it from the document ids and keeps it on that tensor for the others.
 
 Upstream: transformers/modeling_utils.py (AttentionInterface), transformers/masking_utils.py (AttentionMaskInterface).
 
@@ -45,7 +45,7 @@ from torchtrain.attention.rounding import round_after_rope
 logger = logging.getLogger(__name__)
 announced: set[tuple[str, str, torch.dtype]] = set()
 _watching: list[set[torch.dtype]] = []
-# Why torch.compile, where a model's layers are compiled, leaves attention as it is:
+# Why torch.compile leaves attention as it is when it compiles a model's layers:
 APART = "attention stands apart: its documents are others in every step"
 KEEPS_ANCHOR = "keeps_anchor"  # attribute of attention layers that see the anchor beyond their window
 ROTATED = "rotated_in_float32"  # attribute of the modules of a model whose rotation is float32's
@@ -65,7 +65,7 @@ ARGUMENTS_REFUSED = (
 
 @contextmanager
 def watch_queries() -> Iterator[set[torch.dtype]]:
-    """Yield a set that gathers the dtypes of the queries and keys that attention gets meanwhile."""
+    """Yield a set that collects the dtypes of attention's queries and keys while the block runs."""
     dtypes: set[torch.dtype] = set()
     _watching.append(dtypes)
     try:
@@ -122,7 +122,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Transformers' calling convention: q [B, H, T, D] in, out [B, T, H, D] and no attention weights back.
 
-    `row_window` is the layer's window, where ranks share a row and the mask that says it does not come through.
+    `row_window` is the layer's window where ranks share a row: the mask that holds it does not reach the layer.
     """
     window = _window(window_of(attention_mask) or row_window, sliding_window, query.shape[2])
     _refuse(module, query, key, dropout, kwargs)
@@ -203,7 +203,7 @@ torch.library.register_autograd("anchorline::attend", _differentiate, setup_cont
 
 
 def _window(said: int | None, sliding_window: int | None, tokens: int) -> int | None:
-    """Return the layer's window, or None where it hides nothing: transformers tells it by the mask, and to some layers.
+    """Return the layer's window, or None where it hides nothing. The mask holds it; some layers also get it.
 
     Raises:
         UserError: a layer and a mask that do not agree.
@@ -217,9 +217,9 @@ def _window(said: int | None, sliding_window: int | None, tokens: int) -> int | 
 
 
 def round_to_values(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and keys in the dtype of the values where they were rotated in float32: the one rounding.
+    """Round queries and keys that were rotated in float32, once, to the dtype of the values.
 
-    What else has two dtypes is left for the engine to refuse.
+    The engine refuses any other difference of dtypes.
 
     Args:
         module: the attention layer; `torchtrain.modeling.rotation` marks those of its models.
@@ -250,7 +250,7 @@ def _refuse(module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwarg
 
 
 def _say_why_missing() -> str:
-    """Tell why no `document_ids` came; the callers know. Asked only on the way to an error."""
+    """Say why `document_ids` are missing, by the callers' frames. Called only before an error is raised."""
     if is_generating():
         return GENERATE
     for frame in callers():
@@ -265,7 +265,7 @@ def _say_why_missing() -> str:
 
 
 def remembered_plan(document_ids: Any, query: Tensor) -> AttentionPlan:
-    """Build the plan in the first layer and keep it on the tensor, so that it lives and dies with it.
+    """Build the plan in the first layer and keep it on the tensor, so that both are freed together.
 
     Raises:
         UserError: ids that are no tensor, or none that `make_plan` takes.

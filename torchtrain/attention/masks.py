@@ -1,4 +1,4 @@
-"""What transformers' mask builders ask for, where `document_ids` say who sees whom: nothing is built or dropped.
+"""Replaces transformers' mask builders, where `document_ids` are the mask. Other masks are refused, not dropped.
 
 Upstream: transformers/masking_utils.py (`create_causal_mask` and its siblings, AttentionMaskInterface).
 
@@ -20,23 +20,22 @@ from anchorline.errors import UserError
 
 _Value = TypeVar("_Value")
 
-# A test holds these lists against transformers' own source: whatever an upgrade adds is in none of them, and is
-# refused. `document_ids` say all that these mask functions say:
+# A test compares these lists with transformers' source. Whatever an upgrade adds is in none of them, and is refused.
+# `document_ids` replace these mask functions:
 MASKS_TOLD = {
     "causal_mask_function",
     "and_masks",
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
 }
-# These hide nothing of a row that is no longer than this setting. Of a longer row a window is a layer's (`window_of`),
-# and a chunk is refused.
+# These hide nothing of a row up to the length of this setting. For a longer row a window is passed to the layer
+# (`window_of`), and a chunk is refused.
 MASKS_WITH_A_LENGTH = {"sliding_window_overlay": "sliding_window", "chunked_overlay": "attention_chunk_size"}
-# Layers in which attention alone carries one token into another, and the setting by which it does not reach the whole
-# row:
+# Layers in which attention alone carries one token into another, and the setting that limits its reach:
 MASKED_LAYER_TYPES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 LAYER_TYPES = {"full_attention", *MASKED_LAYER_TYPES}
 # Layers that carry a state from token to token, which `torchtrain.attention.recurrent` separates, and layers that
-# compute each token alone. They are taken where a model was attached: its config is in `SEPARATED` by its id.
+# compute each token alone. They need an attached model: `SEPARATED` holds its config by id.
 CARRY_A_STATE = {"linear_attention", "conv", "hybrid"}
 MORE_LAYER_TYPES = {*CARRY_A_STATE, "moe", "mlp"}
 SEPARATED = weakref.WeakValueDictionary[int, Any]()
@@ -62,17 +61,17 @@ def read_mask(
     ranks: int = 1,
     **__: Any,
 ) -> Tensor | None:
-    """Stand in for transformers' mask builder, once or twice a forward pass.
+    """Replace transformers' mask builder. It is called once or twice a forward pass.
 
-    `ranks`: how many share a row, of which each sees `q_length` tokens.
+    `ranks`: how many share a row. Each has `q_length` tokens of it.
 
     Returns:
-        None where `document_ids` say all there is to say. Otherwise a mask that tells a layer's attention its window,
-        or that the attention refuses if it is given it (`window_of`), and not before: some families build masks that
-        none of their layers takes.
+        None where `document_ids` are the whole mask. Otherwise a mask that holds a layer's window or a refusal, for
+        `window_of`. A refusal is raised only by a layer that gets the mask: some families build masks that none of
+        their layers takes.
 
     Raises:
-        UserError: layers that are not attention, padding, a KV cache, a mask function of the caller's own.
+        UserError: layers that are not attention, padding, a KV cache, a mask function that the caller adds.
     """
     for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind in LAYER_TYPES or (kind in MORE_LAYER_TYPES and SEPARATED.get(id(config)) is config):
@@ -111,7 +110,7 @@ def read_mask(
 
 
 def layer_windows(config: Any) -> Counter[int | None]:
-    """Count the layers with attention of a model's config by their sliding window; None: they have none."""
+    """Count a config's layers with attention by their sliding window. None: without a window."""
     text = config.get_text_config(decoder=True)
     window, layers = getattr(text, "sliding_window", None), text.num_hidden_layers
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * layers
@@ -125,15 +124,15 @@ def caps_scores(config: Any) -> bool:
 
 
 def hides_nothing(mask: Tensor, tokens: int) -> bool:
-    """Whether a padding mask [B, T] is all ones, as every collator makes one. It is looked at once and remembered."""
+    """Whether a padding mask [B, T] is all ones, as from every collator. It is read once and the answer kept."""
     fits = mask.ndim == 2 and mask.shape[1] == tokens
     return fits and remember("_anchor_hides_nothing", mask, lambda: bool((mask == 1).all()))
 
 
 def hide_nothing(ids_BT: Tensor) -> Tensor:
-    """Return a padding mask [B, T] of ones, boolean on the ids' device, that `hides_nothing` knows without a look.
+    """Return a boolean padding mask [B, T] of ones on the ids' device. `hides_nothing` knows it without reading it.
 
-    Without a mask transformers asks the positions whether documents are packed, and the host waits for the device.
+    Without a mask transformers reads from positions whether documents are packed, and the host waits for the device.
     """
     mask_BT = torch.ones(ids_BT.shape, dtype=torch.bool, device=ids_BT.device)
     remember("_anchor_hides_nothing", mask_BT, lambda: True)
@@ -141,7 +140,7 @@ def hide_nothing(ids_BT: Tensor) -> Tensor:
 
 
 def is_generating() -> bool:
-    """Whether transformers' `generate` is among the callers. Asked only on the way to an error."""
+    """Whether transformers' `generate` is among the callers. Called only before an error is raised."""
     generate = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
     return any(frame.f_code is generate for frame in callers())
 
@@ -155,7 +154,7 @@ def callers() -> Iterator[FrameType]:
 
 
 def functions_in(mask_function: Callable[..., Any]) -> set[str]:
-    """Names of the functions that a mask of transformers is composed of: they hold one another in their closures."""
+    """Names of the functions that make up a mask of transformers: each holds others in its closure."""
     names = {getattr(mask_function, "__qualname__", type(mask_function).__qualname__).partition(".")[0]}
     for cell in getattr(mask_function, "__closure__", None) or ():
         held = cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,)
@@ -164,7 +163,7 @@ def functions_in(mask_function: Callable[..., Any]) -> set[str]:
 
 
 def functions_by_length(mask_function: Callable[..., Any], config: Any, local_size: int | None) -> set[str]:
-    """Names of the functions of a mask in what torch.compile traces, where closures cannot be read: by its length."""
+    """The same under torch.compile, which cannot read closures: the mask's length tells the names."""
     names = {mask_function.__code__.co_qualname.partition(".")[0]}
     if local_size is None:
         return names
@@ -173,10 +172,10 @@ def functions_by_length(mask_function: Callable[..., Any], config: Any, local_si
 
 
 def window_of(mask: Any) -> int | None:
-    """Return the window that a mask of `read_mask` tells a layer; None without a mask.
+    """Return the window that a mask of `read_mask` holds; None without a mask.
 
     Raises:
-        UserError: the mask says something else.
+        UserError: the mask holds a refusal, or is of another origin.
     """
     if mask is None:
         return None
@@ -187,7 +186,7 @@ def window_of(mask: Any) -> int | None:
 
 
 def length_refusal(setting: str, length: int, tokens: int) -> str:
-    """Say that a row is longer than what a chunk of attention leaves whole."""
+    """Return the message that a row is longer than a chunk of attention."""
     return (
         f"{setting}: {length} would hide keys of a row of {tokens} tokens, which `anchor` does not honour; shorten the "
         f"row, or set config.{setting}=None where the model is trained to see that far"
@@ -195,9 +194,9 @@ def length_refusal(setting: str, length: int, tokens: int) -> str:
 
 
 def remember(name: str, tensor: Tensor, make: Callable[[], _Value]) -> _Value:
-    """Return what `make` makes of this tensor; it is made anew only for a tensor that was written to.
+    """Return the result of `make`, kept on this tensor. It is made again only after a write to the tensor.
 
-    `_version` counts in-place changes. Inference tensors count none: there a copy is compared.
+    `_version` counts in-place changes. Inference tensors have no count, so a copy is compared.
     """
     kept: tuple[int | Tensor, _Value] | None = getattr(tensor, name, None)
     if kept is not None and _is_unchanged(tensor, kept[0]):

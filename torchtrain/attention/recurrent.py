@@ -1,16 +1,16 @@
-"""Layers that carry a state from token to token (Mamba, gated delta nets, short convolutions), a document at a time.
+"""Runs layers that carry a state (Mamba, gated delta nets, short convolutions) one document at a time.
 
-Each document begins in the state in which the anchor ends. So a layer runs on the anchor's tokens followed by the
-document's, once for each document, and what it makes of the document's tokens is kept. The anchor runs alone. Without
-an anchor a document begins in the state that the layer begins a sequence in. The output at padding is zero. This is our
-definition: what attention sees of the anchor, its keys and values, is the same for every document, too.
+Each document starts from the state at the end of the anchor. So a layer runs once for each document, on the anchor's
+tokens followed by the document's, and only the outputs of the document's tokens are kept. The anchor also runs alone.
+Without an anchor a document starts from the layer's initial state. The output at padding is zero. This definition is
+ours. It is like attention's, where the anchor's keys and values are the same for every document.
 
-The layer's own forward computes all of it: its kernels where they are installed, plain torch elsewhere. Documents of
-like length are stacked and padded at their ends (`torchtrain.attention.batches`). A later token changes nothing of an
-earlier one in these layers.
+The layer's own forward computes everything: by its kernels where they are installed, in plain torch elsewhere.
+Documents of similar length are stacked and padded at their ends (`torchtrain.attention.batches`). In these layers a
+later token does not change an earlier one.
 
-`document_ids` and the plan reach a layer as keyword arguments, which gradient checkpointing gives to the second forward
-pass, too. Some families' decoder layers are given them and do not hand them on: `_HANDS_NOTHING_ON`. Their hooks do.
+`document_ids` and the plan reach a layer as keyword arguments. Gradient checkpointing passes them to the second forward
+pass, too. The decoder layers of some families do not pass them on (`_HANDS_NOTHING_ON`); hooks do it for them.
 
 Legend: B batch · T tokens of a row · M model width · N query tokens · P gathered tokens, padded.
 """
@@ -29,7 +29,7 @@ from torchtrain.attention.hf import APART, remembered_plan
 from torchtrain.attention.masks import NO_CACHE, SEPARATED
 from torchtrain.attention.plan import AttentionPlan
 
-# Classes of transformers whose forward takes hidden states [B, T, M], and in which a token changes later ones alone.
+# Classes of transformers whose forward takes hidden states [B, T, M], and in which a token changes only later ones.
 MIXERS = frozenset(
     {
         *("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "JambaMambaMixer"),
@@ -37,7 +37,7 @@ MIXERS = frozenset(
         *("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"),
     }
 )
-# Decoder layers that are given `document_ids`, and the child that they do not give them to.
+# Decoder layers that get `document_ids`, and the child to which they do not pass them.
 _HANDS_NOTHING_ON = {
     "JambaMambaDecoderLayer": "mamba",
     "NemotronDecoderLayer": "self_attn",
@@ -48,15 +48,15 @@ _NOT_HONOURED = ("attention_mask", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def separate_layers(model: nn.Module) -> ExitStack:
-    """Let the layers of `MIXERS` run a document at a time, and let layers hand `document_ids` on that do not.
+    """Make the layers of `MIXERS` run a document at a time, and those of `_HANDS_NOTHING_ON` pass `document_ids` on.
 
-    A layer that is given neither `document_ids` nor a plan computes what it did before.
+    A layer that gets neither `document_ids` nor a plan computes what it did before.
 
     Args:
-        model: a language model of transformers; it may have been given before.
+        model: a language model of transformers. A second call changes nothing more.
 
     Returns:
-        What undoes it when it is closed.
+        A stack. Closing it undoes the changes.
     """
     undo = ExitStack()
     for module in model.modules():
@@ -77,7 +77,7 @@ def separate_layers(model: nn.Module) -> ExitStack:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether a module is a layer that `separate_layers` lets run a document at a time."""
+    """Whether `separate_layers` made this module run a document at a time."""
     return getattr(vars(module).get("forward"), "func", None) is _run
 
 
@@ -92,7 +92,7 @@ def _run(
     """Compute a layer's output [B, T, M] for hidden states [B, T, M].
 
     Raises:
-        UserError: a KV cache, a padding mask, or documents that are told in another way.
+        UserError: a KV cache, a padding mask, or documents that are given in another way.
     """
     forward = type(module).forward
     if plan is None and document_ids is None:
@@ -109,7 +109,7 @@ def _run(
 
 
 def run_by_documents(forward: Any, x_BTM: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return what a layer's forward makes of each document behind its row's anchor: [B, T, M], 0 at padding."""
+    """Run a layer's forward on each document, its row's anchor in front. Returns [B, T, M], 0 at padding."""
     if not plan.seqlens_q:
         return torch.zeros_like(x_BTM) + x_BTM[:0].sum()
     batches = plan.batches

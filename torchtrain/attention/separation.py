@@ -1,7 +1,7 @@
-"""Whether documents are separate in a whole model: checked on a few tokens, by gradients that are exactly zero.
+"""Checks on a few tokens that a whole model keeps documents apart: gradients between them are exactly zero.
 
-`document_ids` reach attention layers only. A convolution, a state-space or linear-attention layer, an attention of the
-family's own, or an embedding of several tokens at once carries one document into the next all the same.
+`document_ids` reach attention layers only. A convolution, a state-space or linear-attention layer, a family's
+custom attention, or an embedding of several tokens at once can still carry one document into the next.
 
 Legend: T tokens of the row · V vocabulary.
 """
@@ -33,10 +33,10 @@ class _Watched:
 
 
 def check_separation(model: nn.Module) -> None:
-    """Check that no token of one document reaches another, through whatever layer.
+    """Check that no token of one document reaches another, through any layer.
 
-    The model runs twice on 11 tokens: as in training, so that what the engine refuses only there is refused now, and
-    with gradients. Modes, gradients, hooks and random states are left as they were.
+    The model runs twice on 11 tokens: once in training mode, so that the engine refuses now what it refuses only there,
+    and once with gradients. Modes, gradients, hooks and random states are restored.
 
     Args:
         model: a causal language model of transformers under `anchor`, inside PEFT or not, on any device.
@@ -59,7 +59,7 @@ def check_separation(model: nn.Module) -> None:
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """With gradients whoever calls; modes of modules and random states of the model's devices are given back."""
+    """Turn gradients on. Restore the modes of modules and the random states of the model's devices at the end."""
     modes = {module: module.training for module in model.modules()}
     devices = sorted({p.device for p in model.parameters() if p.device.type != "cpu"}, key=str)
     kind = devices[0].type if devices else "cuda"
@@ -72,7 +72,7 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _watch(model: nn.Module, **inputs: Any) -> _Watched:
-    """Run the model, with hooks on every module that are gone afterwards."""
+    """Run the model with hooks on every module. They are removed at the end."""
     seen = _Watched(torch.empty(0), torch.empty(0))
     token_embedding = model.get_input_embeddings()  # type: ignore[operator]
 
@@ -86,7 +86,7 @@ def _watch(model: nn.Module, **inputs: Any) -> _Watched:
             seen.layers.append((name, given, made))
         if module is token_embedding:
             seen.embedded = outputs[0].detach().requires_grad_()
-            return seen.embedded.clone()  # which a family may scale in place
+            return seen.embedded.clone()  # a copy: a family may scale it in place
         return None
 
     with ExitStack() as hooks:
@@ -106,7 +106,7 @@ def _rows(values: Any) -> Iterator[Tensor]:
 
 
 def _check_lookups(before: _Watched, after: _Watched) -> None:
-    """What is looked up for the second document must not depend on the first: no gradient passes through an integer."""
+    """Check that lookups of the second document do not depend on the first: integers have no gradients."""
     for name, indices in after.lookups.items():
         for mine, other in zip(indices, before.lookups.get(name, ()), strict=False):
             if not torch.equal(mine[:, _FIRST:], other[:, _FIRST:]):
@@ -132,9 +132,9 @@ def _check_gradients(model: nn.Module, seen: _Watched) -> None:
 
 
 def _reaches(output: Tensor, given: Tensor, tokens: slice) -> bool:
-    """Whether any gradient of the output comes to these tokens of what was given.
+    """Whether any gradient of the output reaches these tokens of the input.
 
-    Random weights: a norm's sum is constant.
+    The output is weighted at random, because the sum of a norm's output is constant.
     """
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
     (gradient,) = torch.autograd.grad(output, given, weights, retain_graph=True, allow_unused=True)
