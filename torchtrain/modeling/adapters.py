@@ -1,11 +1,10 @@
-"""LoRA: low-rank adapters beside frozen weights, by PEFT (`model.lora`).
+"""LoRA: low-rank adapters on frozen weights, by PEFT (`model.lora`).
 
-PEFT puts a module in the place of each linear layer that is to have an adapter, whose weights it keeps, frozen: what it
-computes is W x + (alpha / rank) B A x, and B begins as zeros, so that a model begins with the bits that it had. The
-model stays a model of transformers: nothing is wrapped around it. What `also_train` names is trained in its place, with
-no copy; PEFT would keep the frozen weights beside it.
+PEFT replaces each linear layer that gets an adapter by a module that keeps the layer's weights W frozen. The module
+computes W x + (alpha / rank) B A x. B begins as zeros, so the model begins with the bits that it had. The model stays a
+model of transformers, without a wrapper. Modules in `also_train` are trained in place; PEFT would keep a frozen copy.
 
-An adapter is in the model's dtype, as every weight; its float32 masters are the optimizer's.
+An adapter has the model's dtype, like every weight. The optimizer has its float32 masters.
 
 Legend: O, I width of what a layer makes and takes · R rank.
 """
@@ -36,7 +35,7 @@ _PREFIX = "base_model.model."  # of names in PEFT's files
 
 
 def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> None:
-    """Freeze a model's weights, put adapters beside its linear layers, and let train what `also_train` names.
+    """Freeze a model's weights, add adapters to its linear layers, and unfreeze the modules in `also_train`.
 
     Args:
         model: its weights may be cut up; those of adapters are whole.

@@ -1,15 +1,15 @@
-"""What a layer computes of each token alone, its norms and its gated MLP, for some tokens at a time.
+"""Computes a layer's norms and gated MLP, which treat each token alone, for some tokens at a time.
 
 An MLP of Llama-3-8B makes three tensors [T, 14336] of its input [T, 4096], a norm two of float32. Here they exist for
-`model.layer_chunk` tokens only: the forward pass keeps the input alone, and the backward pass computes a chunk again,
-takes its gradients and drops it (tiled computation, as arXiv 2506.13996 has it). A gradient of a weight is a sum over
-all tokens. It is taken over chunks in float32 and rounded to the weight's dtype once: in bfloat16 what a chunk brings
-is lost where it is below 1/256 of the sum, and 1.5M tokens are hundreds of chunks. A token's own numbers are those
-of the plain modules, but a library may add up a matrix product of fewer rows in another order: bit for bit they are the
-same where a chunk holds all tokens.
+`model.layer_chunk` tokens only. The forward pass keeps only the input. The backward pass computes a chunk again, takes
+its gradients and drops it (tiled computation, as in arXiv 2506.13996). A weight's gradient is a sum over all tokens. It
+is summed over chunks in float32 and rounded to the weight's dtype once: a sum in bfloat16 would lose a chunk's part
+that is below 1/256 of it, and 1.5M tokens are hundreds of chunks. A token's own numbers are those of the plain modules,
+but a library may add up a matrix product of fewer rows in another order. They are the same bit for bit where a chunk
+holds all tokens.
 
-Weights are taken from the module when they are used, never kept: under ZeRO 3 they are gathered for the module as a
-whole, once a pass (`used_by`), and are others by then.
+Weights are read from the module at each use and never kept: ZeRO 3 gathers them anew for the whole module in each pass
+(`used_by`).
 
 A weight that is frozen (`model.lora`) gets no gradient, and none is computed.
 
@@ -38,12 +38,12 @@ _MARK = "_anchorline_chunked"
 
 
 def chunk_layers(model: nn.Module, tokens: int, most: int | None = None) -> None:
-    """Let norms and MLPs of a model run for at most `tokens` tokens at a time, and again in the backward pass.
+    """Make norms and MLPs of a model run for at most `tokens` tokens at a time, and again in the backward pass.
 
     Args:
         model: any causal language model.
         tokens: of a chunk.
-        most: how many chunks are computed; default: all. What all hold is known by a few, where there are shapes only.
+        most: how many chunks are computed; default: all. With shapes only, a few chunks show what all of them hold.
 
     Raises:
         UserError: a layer has an MLP or a norm of another kind.
@@ -54,9 +54,9 @@ def chunk_layers(model: nn.Module, tokens: int, most: int | None = None) -> None
 
 
 def check_chunks(model: "PreTrainedModel") -> None:
-    """Check, before `chunk_layers`, that norms and MLPs compute what is computed in their place, bit by bit.
+    """Check, before `chunk_layers`, that norms and MLPs compute the same bits as the code that replaces them.
 
-    One of each kind is asked; layers are alike.
+    One of each kind is checked, because layers are alike.
 
     Raises:
         UserError: one computes something else, or is of another kind.

@@ -1,10 +1,9 @@
 """`model.fused: compile`: torch.compile makes few kernels of what a decoder layer does element by element.
 
-Each layer's forward is compiled by itself, its backward pass with it, inside of the recomputation where layers are
-recomputed. Attention stands apart (`torchtrain.attention.hf`): there, and nowhere else, the graph breaks, so that
-documents may be others in every step and an engine is the same code with and without. All rows of a run have one shape,
-for which the layers are compiled. Whatever runs in evaluation mode (held-out losses, an evaluation on the way) is the
-model as it was loaded.
+Each layer's forward and backward pass is compiled by itself, inside the recomputation where layers are recomputed. The
+graph breaks at attention and nowhere else (`torchtrain.attention.hf`). So documents may differ in every step, and an
+engine runs the same code with and without compilation. The layers are compiled for one shape, that of all rows of a
+run. In evaluation mode (held-out losses, an evaluation during training) the model runs as it was loaded.
 
 Between two roundings Inductor computes in float32: in bfloat16 it rounds less often than the model's own operations do,
 those of the rotation too, unless `model.rotation` is float32 already.
@@ -34,7 +33,7 @@ _HANDS_OVER = "_gradient_checkpointing_func"
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile a small function, so that a compiler that is not there or not whole is found before anything is loaded.
+    """Compile a small function, to find a missing or broken compiler before anything is loaded.
 
     Raises:
         UserError: torch cannot compile for this device.
@@ -50,7 +49,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compile_layers(model: "PreTrainedModel", recomputation: Recomputation) -> None:
-    """Let a model's decoder layers run compiled while it trains. Nothing is compiled before its first step.
+    """Make a model's decoder layers run compiled while it trains. Nothing is compiled before its first step.
 
     Args:
         model: its layers are set up for recomputation in the backward pass (`load_for_training` does so).
@@ -78,7 +77,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _expect(layers: int) -> None:
-    """Let each layer be compiled by itself where it must; beyond that fail, for torch would go on without compiling."""
+    """Let torch compile each layer by itself, and fail beyond that: else it would go on without compiling."""
     from torch._dynamo import config
 
     torch.compiler.reset()  # what an earlier model of this process had compiled counts, too

@@ -1,9 +1,9 @@
-"""Weights into a model, all or none: to train it, or to evaluate it with transformers' own attention.
+"""Loads weights into a model, all or none: to train it, or to evaluate it with transformers' own attention.
 
-Under ZeRO 3 each weight is cut up among the ranks as it is read, by transformers' own loader, which matches names,
-converts and ties: its own road for ZeRO 3 reads the whole model into the first rank's memory, and takes it for granted
-that every weight fits. A file of the run's dtype is mapped, not read, so a rank touches its own parts of it alone; of
-another dtype one weight at a time is converted.
+Under ZeRO 3 transformers' ordinary loader reads the weights (it matches names, converts and ties), and each is cut up
+among the ranks as it is read. The loader's own code for ZeRO 3 is not used: it reads the whole model into the first
+rank's memory and assumes that every weight fits. A file of the run's dtype is mapped, not read, so a rank touches only
+its own parts of it. Of another dtype, one weight at a time is converted.
 """
 
 import copy

@@ -1,5 +1,5 @@
-"""What training relies on in a model: its two parts, hidden states and the head that makes logits of them; the shape
-and the numbers of its weights; and the checks of its config before any weight is read, and of the model once loaded.
+"""What training needs of a model: hidden states, and the head that makes logits of them; the shapes and numbers of its
+weights; and checks of its config before any weight is read, and of the model once it is loaded.
 
 Legend: B batch · T tokens of a row · M model width · V vocabulary.
 """
@@ -38,7 +38,7 @@ def head_of(model: "PreTrainedModel") -> nn.Module:
 
 
 class LogitRule(NamedTuple):
-    """What a model makes of a number x that its head gives: cap tanh(x factor / divisor / cap)."""
+    """How a model turns its head's output x into a logit: cap tanh(x factor / divisor / cap)."""
 
     factor: float = 1.0  # Falcon-H1
     divisor: float = 1.0  # Granite
@@ -64,7 +64,7 @@ AS_THEY_ARE = LogitRule()
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return a parameter's shape, that of all ranks' parts together where it is cut up."""
+    """Return a parameter's whole shape, also where it is cut up among ranks."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 

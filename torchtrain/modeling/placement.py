@@ -1,6 +1,6 @@
 """A model whose layers lie on several devices (accelerate's device map): where its inputs go, and its weights.
 
-Weights of a layer that was put off to the host's memory or to disk exist only while the layer runs.
+Weights of a layer that is kept in the host's memory or on disk are loaded only while the layer runs.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ DeviceMap = str | dict[str, int | str]
 
 
 def check_can_spread(device_map: DeviceMap) -> None:
-    """Check that what places layers is installed, and that there is a GPU where it is to choose, or is named.
+    """Check that accelerate is installed, and that there is a GPU if it chooses one or the map names one.
 
     Raises:
         UserError: it is not, or there is none; or a map by module names no device.
@@ -54,7 +54,7 @@ def _check_device(name: str, place: int | str) -> None:
 
 
 def check_covers(model: nn.Module, device_map: dict[str, int | str]) -> None:
-    """Check that a map by module places every weight once; accelerate says nothing of one that it leaves where it is.
+    """Check that a map by module places every weight once. accelerate is silent about a weight that it does not move.
 
     Args:
         model: its modules and weights, be they on `meta`.
@@ -79,7 +79,7 @@ def _children(model: nn.Module) -> str:
 
 
 def check_spread(model: "PreTrainedModel", device_map: DeviceMap) -> None:
-    """Check that a map by name left nothing off the GPUs: accelerate puts there what it finds no room for, unasked.
+    """Check that a map by name put all weights on GPUs: accelerate silently moves off them what does not fit.
 
     Raises:
         UserError: it did.

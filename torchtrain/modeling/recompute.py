@@ -3,11 +3,11 @@
 `true` keeps each layer's input. Two settings keep more or elsewhere:
 
 `keep_attention` also keeps what the attention kernel returned: its output and log-sum-exp, about as much again. The
-kernel is then not run a second time, which of a long row under `full` is most of a layer's work. Everything else is
-computed again, so that the kernel's backward pass gets the q, k and v that it had: the same bits. Only what named
-operations of torch return is kept; a kernel that is none, or that torch.compile makes, is not seen. torch's own
-selective checkpointing does the same, but allows no other difference between the two passes, and ZeRO 3 gathers other
-weights ahead in them (torch 2.13).
+kernel then does not run a second time; for a long row under `full` it is most of a layer's work. Everything else is
+computed again, so the kernel's backward pass gets the same bits of q, k and v. Only the results of named operations of
+torch are kept. A kernel that is no such operation, or that torch.compile makes, is not seen. torch's own selective
+checkpointing does the same but allows no other difference between the two passes, in which ZeRO 3 gathers different
+weights ahead (torch 2.13).
 
 `offload` keeps a layer's input in host memory. On a stream of its own, an input is copied to page-locked memory while
 its layer runs, and copied back while the layer after it has its backward pass. The device holds two at most: the one in
@@ -95,7 +95,7 @@ def hand_layers_over(model: "PreTrainedModel", recomputation: Recomputation = Tr
 
 
 def can_keep(engine: str) -> bool:
-    """Whether the kernel of an engine that runs here is seen."""
+    """Whether `keep_attention` sees the kernel that this engine runs here."""
     if engine == "flash" and uses_flash_attn():
         return hasattr(torch.ops.flash_attn, _OF_FLASH_ATTN.split("::")[1])
     return engine not in ("flex", "dense")
@@ -122,7 +122,7 @@ def checkpointing(recomputation: Recomputation) -> dict[str, Any]:
 
 
 def _contexts() -> "tuple[_Keep, _Give]":
-    """Return what is entered for a layer's forward pass, and for the second one."""
+    """Return the contexts of a layer's forward pass and of its second one."""
     kept: deque[Any] = deque()
     return _Keep(kept), _Give(kept)
 

@@ -2,7 +2,7 @@
 
 RoPE in float32, whatever the model's dtype: q and k are rotated in float32 and rounded once.
 Transformers makes cos and sin in float32 and casts them to the model's dtype, so each product and sum of the rotation
-rounds. Here they stay as they are made: q and k, multiplied by them, become float32, and attention rounds them once
+rounds. Here cos and sin stay in float32, so the rotated q and k are float32, and attention rounds them once
 (`torchtrain.attention.hf`). This is what arXiv 2411.13476 says it does, and the oracle's preset `paper_bf16`.
 
 Upstream: transformers/models/llama/modeling_llama.py (LlamaRotaryEmbedding, apply_rotary_pos_emb).
@@ -21,7 +21,7 @@ from torchtrain.modeling.parts import hidden_states
 
 
 def rotate_in_float32(model: nn.Module) -> None:
-    """Let every rotary module of a model return cos and sin in float32.
+    """Make every rotary module of a model return cos and sin in float32.
 
     Raises:
         UserError: the model has none that is called with hidden states first.
@@ -37,7 +37,7 @@ def rotate_in_float32(model: nn.Module) -> None:
 
 
 def round_queries_and_keys(model: nn.Module, place: Literal["before_rope", "after_rope"], bits: int) -> None:
-    """Let every attention layer round its queries and keys, and their gradients (`torchtrain.attention.rounding`).
+    """Make every attention layer round its queries and keys, and their gradients (`torchtrain.attention.rounding`).
 
     Args:
         model: in float32, with the layers q_proj and k_proj of LLaMA.

@@ -2,8 +2,8 @@
 
 transformers 5 writes what only it can read: RoPE in `rope_parameters` (4.x, and vLLM on it, know `rope_theta` and
 `rope_scaling`, and without them take a theta of 10,000 and no scaling, in silence), `dtype` for `torch_dtype`, the
-tokenizer class `TokenizersBackend`, `extra_special_tokens` as a list. What older readers know is written beside it, and
-transformers 5 reads the same config as without. docs/exports.md is measured on what this writes.
+tokenizer class `TokenizersBackend`, `extra_special_tokens` as a list. The names that older readers know are added, and
+transformers 5 reads the same config as without them. docs/exports.md is measured on what this writes.
 
 Upstream: transformers 4.57.3 and 5.23, modeling_rope_utils.py; vLLM 0.11 to 0.33,
 model_executor/layers/rotary_embedding, config/model.py and transformers_utils/config.py; llama.cpp, conversion/base.py.
@@ -58,7 +58,7 @@ def save_folder(
 
 
 def reader_notes(config: "PretrainedConfig") -> list[str]:
-    """Return what readers other than transformers must be told and no config.json says: a line each, mostly none."""
+    """Return notes for other readers on what no config.json can say: a line each, mostly none."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     length, name = config.max_position_embeddings, config.model_type
     if rope and "rope_type" not in rope:

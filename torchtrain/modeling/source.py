@@ -1,6 +1,6 @@
-"""From `model.source` to a folder, and what opens of it without weights: config and tokenizer.
+"""Turns `model.source` into a folder, and opens its config and tokenizer, without weights.
 
-Whatever a folder holds, a library's word of it reaches the user as one line (`read_by_library`).
+Whatever a folder holds, a library's error about it reaches the user as one line (`read_by_library`).
 """
 
 import logging
