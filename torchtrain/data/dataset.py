@@ -1,4 +1,4 @@
-"""Packed rows by number: plan an epoch, read any row, stack rows into a batch; and the tokenizer's tokens in them.
+"""Packed rows by number: plan an epoch, read any row, stack rows into a batch; and the anchor, tag and pad tokens.
 
 Legend: B batch · T tokens of a row.
 """

@@ -1,4 +1,4 @@
-"""From texts to tokens: text is text, whatever it looks like, and a long one takes no more memory than a short one.
+"""Turns texts into tokens. Text that looks special stays text, and a long text takes no more memory than a short one.
 
 A tokenizer needs some 200 bytes for every character of a call. So a long document is cut into pieces, each piece is
 tokenised alone, and their tokens are joined. A cut is at the end of a word, and only where the tokenizer shows that it
@@ -29,11 +29,11 @@ MOST_WITHOUT_CUT = 1 << 24  # characters: 3 GB or so for the tokenizer
 
 
 class Encoder:
-    """Encodes texts by a fast tokenizer. Nothing is put in front of them or behind.
+    """Encodes texts by a fast tokenizer, and adds nothing before or after them.
 
     Args:
         tokenizer: one with a `tokenizers` backend.
-        special_tokens: what a special token that is written in a text is: `text` like any other, or `control`.
+        special_tokens: how to read a special token written in a text: as `text` like any other, or as `control`.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", special_tokens: Literal["text", "control"]) -> None:

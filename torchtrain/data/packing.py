@@ -2,11 +2,10 @@
 
 - `sequential`, the paper's: documents are shuffled, laid end to end and cut where a row is full; a document that is cut
   goes on in the next row as a new span.
-- `by_length`: the same with documents in the order of their lengths (from a drawn one on where the last row is dropped,
-  so that what is lost is of any length); then rows that have as much attention to compute are taken together, so that
-  nobody waits long for the longest. Which of these groups come when is shuffled; they begin where steps do, in every
-  epoch.
-- `best_fit` (arXiv 2404.10830): only what is longer than a row is cut. All pieces, the largest first, go where the
+- `by_length`: the same with documents sorted by length. If the last row is dropped, the order begins at a drawn
+  document, so that the lost ones have any length. Rows with similar amounts of attention then form groups, so that no
+  rank waits long for the longest row. The groups are shuffled; in every epoch they begin where steps begin.
+- `best_fit` (arXiv 2404.10830): only documents longer than a row are cut. All pieces, the largest first, go where the
   least room is left; rows have room left over.
 
 The plan knows nothing of workers or ranks, so the order of rows does not depend on them.
@@ -47,9 +46,9 @@ class PackPlan:
     Args:
         lengths: int [n], tokens of each document, all positive.
         capacity: tokens that a row holds, its anchor not counted.
-        overhead: int [n], what each span of a document spends besides its own tokens (its tag), less than `capacity`.
+        overhead: int [n], tokens that each span of a document adds to its own (its tag), less than `capacity`.
         seed: seeds the order of documents and of rows.
-        epoch: each has an order of its own.
+        epoch: each has another order.
         last: `pad` keeps a last row that is not full, `drop` leaves it out; `best_fit` knows no such row.
         strategy: how rows are filled.
         together: rows that are taken at a time, of like lengths in `by_length`: a step's.

@@ -40,9 +40,9 @@ def build_row(
     the anchor is document 0, seen by all (in the other three it belongs to document 1). The four differ in nothing
     else.
 
-    A token predicts the next one of its span; anchor, tags and the last token of a span predict nothing, and padding
-    neither. Under `cross_document_targets` anchor and last tokens predict the next token of the row; tags still
-    neither predict nor are predicted.
+    A token predicts the next one of its span. The anchor, tags, the last token of a span and padding predict nothing.
+    Under `cross_document_targets` anchor and last tokens predict the next token of the row. Tags still neither predict
+    nor are predicted.
 
     +interleave: every span is cut into pieces, as `pack.split` says. `even` and `random` make `pack.chunks` pieces (one
     token each if it has fewer), of near equal length or at random points, and each merge that keeps the spans' own
