@@ -22,8 +22,8 @@ from parity_tests.report.schema import CaseReport, Report, read_report
 ROOT = Path(__file__).parents[1]
 HEAD = """# Versions
 
-Made by `python -m parity_tests.matrix` from `{config}` on {hardware}. A cell is the worst error over allowance of as
-many cases as its column says; up to 1 passes.
+Made by `python -m parity_tests.matrix` from `{config}` on {hardware}. A cell is the largest
+error over allowance of its cases; a column names their number in brackets. Up to 1 passes.
 
 """
 HERE = {name: importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
