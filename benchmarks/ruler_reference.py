@@ -1,5 +1,7 @@
 """Run the scripts of NVIDIA/RULER beside ours, and count the prompts and answers that are identical.
 
+    python -m benchmarks.ruler_reference CLONE
+
 CLONE is a git clone of github.com/NVIDIA/RULER. Its scripts run unchanged, in this process, with our tokenizer, words,
 haystack and sentences, and questions about the haystack. In the last column ours have one token more: they count the
 anchor, and NVIDIA's do not.
@@ -23,14 +25,12 @@ import yaml
 from nltk.tokenize.punkt import PunktSentenceTokenizer
 from wonderwords import random_word
 
+from torchtrain.evaluation.suite import IN_2024, TASKS, load_suite
+from torchtrain.evaluation.tasks.materials import Materials
+from torchtrain.evaluation.tasks.ruler import make_samples, prompt_of
+from torchtrain.modeling.source import open_tokenizer, resolve_source
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from torchtrain.evaluation.suite import IN_2024, TASKS, load_suite  # noqa: E402
-from torchtrain.evaluation.tasks.materials import Materials  # noqa: E402
-from torchtrain.evaluation.tasks.ruler import make_samples, prompt_of  # noqa: E402
-from torchtrain.modeling.source import open_tokenizer, resolve_source  # noqa: E402
-
 LENGTHS, SAMPLES = (1024, 4096), 10
 NOUNS = 100  # the first alone, because each script sorts all their pairs with adjectives
 DOCUMENTS, WORDS = 300, 25  # of the questions; so short that ten documents fit into 1,024 tokens
@@ -55,9 +55,9 @@ def main() -> None:
         _write_materials(Path(temporary), materials.haystack)
         tokenizer = open_tokenizer(resolve_source("smollm2", suite.cache, needs="tokenizer"))
         print("| commit | task | tokens | identical | identical without the anchor |\n|---|---|---|---|---|")
-        for commit, task, length in itertools.product(given.commits.split(","), given.tasks.split(","), LENGTHS):
-            scripts = _check_out(given.clone, commit, Path(temporary))
-            theirs = _theirs(scripts, IN_2024.get(task, task), length, suite.seed, tokenizer)
+        scripts = {commit: _check_out(given.clone, commit, Path(temporary)) for commit in given.commits.split(",")}
+        for commit, task, length in itertools.product(scripts, given.tasks.split(","), LENGTHS):
+            theirs = _theirs(scripts[commit], IN_2024.get(task, task), length, suite.seed, tokenizer)
             settings = (SAMPLES, suite.seed, tokenizer, materials)
             same, alike = (_identical(theirs, make_samples(task, most, *settings)) for most in (length, length + 1))
             print(f"| {commit} | {task} | {length:,} | {same} of {SAMPLES} | {alike} |", flush=True)

@@ -57,7 +57,7 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     **{family: {"layer_types": ["conv", "full_attention"] * 2} for family in ("lfm2", "lfm2_moe")},
-    **{family: {"layer_types": ["linear_attention", "full_attention"] * 2} for family in ("granitemoehybrid",)},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
@@ -260,7 +260,7 @@ def logits_and_gradients(
     options = {"use_cache": False, "output_hidden_states": hidden}
     with torch.set_grad_enabled(backward):
         if not ours and _carries_a_state(model):
-            logits_BTV, *layers = _each_document_alone(model, batch, options)
+            logits_BTV, *layers = each_document_alone(model, batch, options)
         else:
             output = model(**(batch if ours else rule_as_masks(batch, model)), **options)
             logits_BTV, layers = output.logits, output.hidden_states or ()
@@ -281,7 +281,7 @@ def _carries_a_state(model: Any) -> bool:
     return any(is_mixer(module) for module in model.modules())
 
 
-def _each_document_alone(model: Any, batch: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:
+def each_document_alone(model: Any, batch: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:
     """Run the model once for each document, behind its row's anchor; return logits and hidden states, 0 at padding."""
     document_ids = batch["document_ids"]
     whole: list[Tensor] = []

@@ -23,15 +23,7 @@ BATCH = families.packed_rows() | {"document_ids": IDS}
 
 @torch.no_grad()
 def each_alone(model) -> torch.Tensor:
-    """Logits [B, T, V] by transformers' own model, one call for each document behind its row's anchor, 0 at padding."""
-    found = torch.zeros(*IDS.shape, model.config.get_text_config().vocab_size, dtype=model.dtype)
-    for row, ids in enumerate(IDS):
-        for document in set(ids.tolist()) - {-1}:
-            seen = (ids == 0) | (ids == document)
-            given = {name: BATCH[name][row, seen][None] for name in ("input_ids", "position_ids")}
-            logits = model(**given, attention_mask=torch.ones_like(given["input_ids"]), use_cache=False).logits[0]
-            found[row, ids == document] = logits[ids[seen] == document].to(found.dtype)  # Nemotron-H's are float32
-    return found
+    return families.each_document_alone(model, BATCH, {"use_cache": False})[0].to(model.dtype)  # Nemotron-H: float32
 
 
 def gradients(model) -> dict[str, torch.Tensor]:

@@ -5,13 +5,14 @@ waits first, because rank 0 may print the same one. A rank without a message exi
 """
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from anchorline.command import INTERRUPTED, MISTAKE, Leave
 from anchorline.errors import UserError, one_line, quoted
-from torchtrain.distributed.signals import ignore_sigterm
+from torchtrain.distributed.signals import ignore_signal
 from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, TasksUnfinished, Terminated
 
 _SECONDS_BEFORE_MESSAGE = 2.0
@@ -31,7 +32,7 @@ def report_once() -> Iterator[None]:
         raise Leave(message, MISTAKE) from None
     except OtherRankFailed as error:
         # torchrun sends SIGTERM, which would change the exit code.
-        with ignore_sigterm():
+        with ignore_signal(signal.SIGTERM):
             time.sleep(_SECONDS_BEFORE_EXIT)
         raise Leave("", error.code) from None
     except (RankLost, TasksUnfinished) as error:

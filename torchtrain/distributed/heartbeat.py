@@ -7,6 +7,7 @@ on every node, and one rank alone prints it. The thread goes on while the progra
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from anchorline.command import INTERRUPTED
 from anchorline.errors import UserError
-from torchtrain.distributed.signals import ignore_sigterm
+from torchtrain.distributed.signals import ignore_signal
 from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, Terminated
 
 # Seconds between two signs of life, and without one until a rank counts as lost. torchrun kills the processes of a node
@@ -52,7 +53,7 @@ def heartbeat(rank: int, size: int) -> Iterator[None]:
         yield
     except BaseException as error:
         agreed = isinstance(error, Terminated) and error.agreed
-        with ignore_sigterm():
+        with ignore_signal(signal.SIGTERM):
             thread.stop(None if agreed else f"{rank} {_exit_code(error)}", wait=True)
         interrupted = isinstance(error, KeyboardInterrupt)
         if thread.other_code is None:

@@ -43,16 +43,16 @@ def call_on_signal(handle: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextmanager
-def ignore_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM, which torchrun sends to a process that already has its reason to end, and its exit code."""
+def ignore_signal(number: signal.Signals) -> Iterator[None]:
+    """Ignore a signal while the block runs: torchrun sends SIGTERM and Ctrl-C to processes that are ending already."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 def exit_on_signal(rank: int, address: str) -> AbstractContextManager[None]:

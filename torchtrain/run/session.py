@@ -4,10 +4,9 @@ import errno
 import json
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress,
 from torchtrain.checkpoint.state import RankState, State, state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, LoraSettings
+from torchtrain.distributed.signals import ignore_signal
 from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed, Terminated
 from torchtrain.modeling.adapters import FOLDER as ADAPTER
@@ -325,21 +325,13 @@ class Session:
         if self.step in self._config.save.exports(self._config.train.steps):
             self.export(self._folder.exports / f"step-{self.step:08d}")
 
-    @contextmanager
-    def _last_interrupt(self) -> Iterator[None]:
+    def _last_interrupt(self) -> AbstractContextManager[None]:
         """Log that a save is waited for. On one process another Ctrl-C gives it up; torchrun repeats Ctrl-C by itself,
         so with many processes it is ignored here. torchrun kills them after 30 s.
         """
         alone = self.strategy.world.size == 1
         self._log(f"waiting   for the checkpoint of step {self._begun:,}" + ("; Ctrl-C gives it up" if alone else ""))
-        if alone or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+        return nullcontext() if alone else ignore_signal(signal.SIGINT)
 
     def _check_finite(self) -> None:
         with self.strategy.world.together():

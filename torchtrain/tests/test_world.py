@@ -137,3 +137,27 @@ def test_the_gpus_allocator_may_grow_its_segments_unless_the_user_configures_it(
     with world.join(load_config(write_config(tree))):
         wanted = "expandable_segments:True" if user is None else None
         assert os.environ.get("PYTORCH_ALLOC_CONF") == wanted
+
+
+# The store's machine lost power: no connection breaks, and a request waits forever.
+SILENT_STORE = """
+import threading
+from torchtrain.distributed import heartbeat
+
+class Silent:
+    def __init__(self, *_, **__): pass
+    def set(self, *_): threading.Event().wait()
+
+heartbeat.dist.TCPStore = Silent
+heartbeat.PERIOD, heartbeat.PATIENCE, heartbeat.GRACE = 0.05, 0.2, 0.05
+with heartbeat.heartbeat(0, 2):
+    threading.Event().wait(60)
+"""
+
+
+def test_a_store_that_no_longer_answers_ends_the_rank():
+    ended = subprocess.run(
+        [sys.executable, "-c", SILENT_STORE], env=os.environ | PLACE, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("torchtrain: rank 0: stopped, because torchrun's store is gone (no answer)\n")
