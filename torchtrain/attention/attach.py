@@ -257,7 +257,7 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 
 # A check that reads a batch's numbers cannot be traced by torch.compile. In a graph each check is one operation, which
-# returns what it checked, so that the graph keeps it.
+# returns what it checked, so that the graph keeps it. It reads every batch, and on a GPU the host waits for it.
 
 
 @cache

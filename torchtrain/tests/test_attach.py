@@ -3,6 +3,7 @@
 import inspect
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import torchtrain
 from anchorline.errors import UserError
 from torchtrain.attention import attach as attach_module
-from torchtrain.attention import visible_BTT
+from torchtrain.attention import hf, visible_BTT
 from torchtrain.attention.masks import MASKS_TOLD, MASKS_WITH_A_LENGTH, functions_by_length, functions_in
 
 SIZES = {
@@ -115,16 +116,26 @@ def compiled(model: nn.Module):
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("llama", {}),
-        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "sliding_window": 4}),
+        ("llama", {"num_hidden_layers": 2}),
+        (
+            "gpt_oss",
+            {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "sliding_window": 4}
+            | {"num_hidden_layers": 1},
+        ),
     ],
 )
-def test_torch_compile_makes_one_graph_that_computes_the_same(family, changes):
-    model = torchtrain.attach(tiny(family, num_hidden_layers=1, **changes))
+def test_torch_compile_makes_one_graph_that_computes_the_same(family, changes, monkeypatch):
+    """And it plans once a batch, for all layers and the backward pass."""
+    model = torchtrain.attach(tiny(family, **changes))
     call, graphs = compiled(model)
+    planned = Mock(side_effect=hf.make_plan)
+    monkeypatch.setattr(hf, "make_plan", planned)
     for ids in ([0] + [1] * 4 + [2] * 7, [1] * 3 + [2] * 8 + [-1]):  # other documents, the same graph
         inputs = with_labels(batch() | {"document_ids": torch.tensor([ids])})
-        mine, theirs = gradients(model, call, inputs), gradients(model, model, inputs)
+        planned.reset_mock()
+        mine = gradients(model, call, inputs)
+        assert planned.call_count == 1
+        theirs = gradients(model, model, inputs)
         assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
     assert len(graphs) == 1
     with pytest.raises(UserError, match="document_ids: smallest value -3"):
