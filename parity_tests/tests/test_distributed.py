@@ -1,11 +1,13 @@
 """One computation however it is spread: 2 and 4 real processes on gloo against one process, and against the oracle.
 
 Two launches run all cases (`torchtrain/tests/distributed_worker.py`): starting them takes longer than what they do.
+The processes of `pytest -n` share them.
 
 Legend: B batch · T tokens of a row · V vocabulary.
 """
 
 import json
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 import torchtrain
 from anchorline.tolerance import Verdict, judge
@@ -142,13 +145,17 @@ def model_of(name: str, dtype: str) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The models and batches of all cases."""
+    """The models and batches of all cases, one folder for all processes of `pytest -n`."""
     torchtrain.register()
-    folder = tmp_path_factory.mktemp("distributed")
-    for name in MODELS:
-        model_of(name, "float32").save_pretrained(folder / name)
-    for case in (case for found in CASES.values() for case in found):
-        torch.save(batch_of(case["variant"], case["tokens"]), folder / f"{case['variant']}-{case['tokens']}.pt")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "distributed"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            for name in MODELS:
+                model_of(name, "float32").save_pretrained(folder / name)
+            for case in (case for found in CASES.values() for case in found):
+                torch.save(batch_of(case["variant"], case["tokens"]), folder / f"{case['variant']}-{case['tokens']}.pt")
     return folder
 
 
@@ -162,18 +169,17 @@ def located(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def spread(folder):
     """Return a function from processes and a case's name to its arrays; a number of processes is launched once."""
-    launched: set[int] = set()
 
     def arrays(processes: int, name: str) -> dict[str, np.ndarray]:
-        out = folder / f"on-{processes}"
-        if processes not in launched:
-            launched.add(processes)
-            out.mkdir()
-            path = folder / f"cases-{processes}.json"
-            path.write_text(json.dumps([located(case, folder) for case in CASES[processes]]))
-            main, log = "torchtrain.tests.distributed_worker", folder / f"log-{processes}"
-            done = forks().run(str(path), str(out), main=main, processes=processes, log=log)
-            assert done["codes"] == [0] * processes, log.read_text()[-6000:]
+        out, log = folder / f"on-{processes}", folder / f"log-{processes}"
+        with FileLock(f"{out}.lock"):
+            if not out.exists():
+                out.mkdir()
+                path = folder / f"cases-{processes}.json"
+                path.write_text(json.dumps([located(case, folder) for case in CASES[processes]]))
+                main = "torchtrain.tests.distributed_worker"
+                done = forks().run(str(path), str(out), main=main, processes=processes, log=log)
+                assert done["codes"] == [0] * processes, log.read_text()[-6000:]
         with np.load(out / f"{name}.npz") as found:
             return dict(found)
 
