@@ -11,7 +11,7 @@ _MOST_BYTES = 1 << 24
 
 
 class MarkedPlace(NamedTuple):
-    """The place between two lines, each of which a file has once."""
+    """The place between two lines. A file has each line once."""
 
     begin: str
     end: str

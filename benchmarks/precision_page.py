@@ -1,4 +1,4 @@
-"""Fill docs/precision.md, which a person writes, with the numbers of the kept studies. Nothing is computed anew.
+"""Fill docs/precision.md, which a person writes, with the numbers of the kept studies. Nothing is computed again.
 
     python -m benchmarks.precision_page          # write the numbers into the page
     python -m benchmarks.precision_page --keys   # print every key and its text

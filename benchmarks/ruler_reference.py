@@ -1,4 +1,4 @@
-"""Run the scripts of NVIDIA/RULER beside ours, and count the prompts and answers that are identical.
+"""Run the scripts of NVIDIA/RULER and our tasks, and count the prompts and answers that are identical.
 
     python -m benchmarks.ruler_reference CLONE
 

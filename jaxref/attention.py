@@ -120,7 +120,7 @@ def _by_blocks(
     index_BT: jax.Array,
     query_block: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with `query_block` queries after the other, each made anew in the backward pass."""
+    """Attend with `query_block` queries at a time. The backward pass recomputes each block."""
     if query_block < 1:
         raise ValueError(f"query_block: {query_block} queries at a time; give a positive number")
     B, T, K, G, D = q_BTKGD.shape
@@ -229,7 +229,7 @@ def _flash_forward(*arguments: Any) -> Any:
 def _flash_backward(rounding: Rounding, scale: float, softcap: float | None, saved: Any, cotangents: Any) -> Any:
     """Compute FlashAttention-2's backward pass (algorithm 2), which is not its forward transposed.
 
-    P is made anew from the log-sum-exp; sum_t P dP is taken as the product of the output, rounded as it was stored,
+    P is recomputed from the log-sum-exp; sum_t P dP is taken as the product of the output, rounded as it was stored,
     with its gradient; P and dS are rounded (both at `probs`) for the products that follow.
     """
     q_BQKGD, k_BTKGD, v_BTKGE, sinks_KG, mask, out_BKGQE, lse_BKGQ = saved

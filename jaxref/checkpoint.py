@@ -1,8 +1,8 @@
 """Orbax checkpoints: parameters, and an optimizer's state where there is one, back bit for bit.
 
 A checkpoint is a folder of Orbax items: `params` (by Hugging Face name), `optimizer` (optional) and `about` (JSON: the
-decoder's config and every parameter's dtype). Beside them `files.json` says what every file must be. It appears
-complete or not at all. `convert` makes one of a Hugging Face folder, and back.
+decoder's config and every parameter's dtype). `files.json` records the size and digest of every file. A checkpoint
+appears complete or not at all. `convert` makes one of a Hugging Face folder, and back.
 """
 
 import json
@@ -143,7 +143,7 @@ def convert(source: Path, target: Path) -> str:
         decoder, _ = restore(source)
         save_hf(target, decoder)
         left = "; the optimizer's state stays behind" if holds_optimizer(source) else ""
-        return f"{quoted(target)}: config.json and model.safetensors; a tokenizer has to be put beside them{left}"
+        return f"{quoted(target)}: config.json and model.safetensors; add a tokenizer to the folder{left}"
     raise UserError(
         f"source: {quoted(source)} is neither a Hugging Face folder (it has no config.json) nor a checkpoint of jaxref "
         "(it has no about and params)"
@@ -160,7 +160,7 @@ def _checkpointer() -> ocp.Checkpointer:
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse a checkpoint in which a file is missing or changed. Checkpoints of earlier versions do not list theirs."""
+    """Refuse a checkpoint in which a file is missing or changed. Checkpoints of earlier versions have no list."""
     for path in sorted(folder.rglob("*")):
         if not (path.is_file() or path.is_dir()):
             raise UserError(f"{quoted(path)} is not a regular file; the checkpoint is damaged, take another")

@@ -132,7 +132,7 @@ class DecoderConfig:
     def to_hf(self) -> dict[str, Any]:
         """Return a `config.json` that transformers 4 and 5 and `from_hf` read back as this decoder.
 
-        Raises UserError: a decoder of which one thing is in no `config.json` of these families.
+        Raises UserError: the decoder has a property that no `config.json` of these families can state.
         """
         for name in ADDED:
             if getattr(self, name):
@@ -199,19 +199,17 @@ def _window_fields(model_type: str, windows: tuple[int | None, ...]) -> dict[str
 
 
 def _rope_fields(rope: RopeSpec, longest: int) -> dict[str, Any]:
-    """Return RoPE as transformers 5 reads it and, beside it, as 4 does, which takes a theta of 10,000 where it finds no
-    other.
-    """
+    """Return RoPE in the fields of transformers 5, and in those of 4, which falls back to a theta of 10,000."""
     parameters = rope.to_hf()
-    beside = {"rope_theta": parameters["rope_theta"], "rope_scaling": None}
+    older = {"rope_theta": parameters["rope_theta"], "rope_scaling": None}
     if parameters["rope_type"] == "longrope":
         # 4 looks for this length outside of rope_scaling, and derives the attention factor from the two lengths.
-        original = beside["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
+        original = older["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
         if rope.factor != longest / original:
             parameters.setdefault("attention_factor", inverse_frequencies(rope)[1])
     if parameters["rope_type"] != "default":
-        beside["rope_scaling"] = {name: value for name, value in parameters.items() if name != "rope_theta"}
-    return {"rope_parameters": parameters, **beside}
+        older["rope_scaling"] = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    return {"rope_parameters": parameters, **older}
 
 
 def _refuse_what_is_not_implemented(config: Mapping[str, Any]) -> None:

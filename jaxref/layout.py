@@ -44,7 +44,7 @@ def lay_out(
     """Lay out one row: `anchor` prefix tokens, documents of these lengths opened by `tag` tokens each, `padding`
     tokens.
 
-    The prefix stands in every variant: it is document 0 under `anchor` and part of document 1 in the others.
+    Every variant has the prefix: it is document 0 under `anchor` and part of document 1 in the others.
 
     Under `+interleave` each document is cut into `chunks` pieces of near equal length (the longer ones first, one token
     each if it has fewer), the tag in front of the first, and the pieces are merged in a random order that keeps each

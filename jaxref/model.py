@@ -4,11 +4,11 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 width · F MLP width · V vocabulary · N inputs and O outputs of a projection.
 
 The order of operations and of roundings is that of transformers 5 (`models/llama/modeling_llama.py` and its siblings):
-where its bfloat16 model writes a bfloat16 tensor, a site of `Rounding` stands here. Attributes carry Hugging Face's
+where its bfloat16 model writes a bfloat16 tensor, this file has a site of `Rounding`. Attributes carry Hugging Face's
 names, so a parameter's path is its name in a checkpoint.
 
-A first reader may skip the taps: beside its result each part returns the arrays that it made on the way, by name, so
-that another implementation's can be compared with them.
+A first reader may skip the taps: each part also returns its intermediate arrays by name, so that those of another
+implementation can be compared with them.
 
 Parameters keep the dtype they came in and are cast, exactly, to the carrier where they are used: no preset rounds them,
 so a bfloat16 model is a preset and `jaxref.weights.cast(decoder, "bfloat16")`. A decoder is a JAX pytree: `jax.grad` of

@@ -10,7 +10,7 @@
 | `llama3`   | short waves f, long waves f / factor, a blend between                    | Llama 3.1         |
 | `longrope` | f over a searched factor for each pair                                   | arXiv 2402.13753  |
 
-`inverse_frequencies`, `cos_sin` and `rotate` are the whole of it. A first reader may skip what stands below `rotate`, a
+`inverse_frequencies`, `cos_sin` and `rotate` are the whole of it. A first reader may skip what follows `rotate`, a
 function for each type.
 
 Where transformers has the type, its `modeling_rope_utils.py` is what people run: the formulas and names are those, with

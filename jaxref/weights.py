@@ -130,16 +130,16 @@ def check_new(field: str, folder: Path) -> None:
 
 @contextmanager
 def write_folder(folder: Path) -> Iterator[Path]:
-    """Yield the path, of nothing yet, at which a folder is to be made; renamed, it is `folder`. What fails leaves
-    nothing behind.
+    """Yield a temporary path, at which the block makes the folder. At the end it is renamed to `folder`. A block that
+    fails leaves nothing behind.
 
     Raises:
         UserError: see `check_new`.
         OSError: what the system says, such as a full disk.
     """
     check_new("folder", folder)
-    with build_folder(folder) as beside:
-        yield beside
+    with build_folder(folder) as made:
+        yield made
 
 
 @lru_cache(maxsize=64)
@@ -176,14 +176,14 @@ def _locations(folder: Path) -> dict[str, Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.exists():
         if not single.is_file():
-            raise UserError(f"weights: {quoted(single)} does not exist, nor {index.name} beside it")
+            raise UserError(f"weights: {quoted(single)} does not exist; neither does {index.name}")
         with _open(single) as file:
             return dict.fromkeys(file.keys(), single)
     named = read_json(index, "weights").get("weight_map")
     if not isinstance(named, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in named.values()
     ):
-        raise UserError(f"weights: {quoted(index)} has no weight_map of tensors to files beside it")
+        raise UserError(f"weights: {quoted(index)} has no weight_map from tensors to files")
     locations = {name: folder / file for name, file in named.items()}
     for path in sorted(set(locations.values())):
         if not path.is_file():

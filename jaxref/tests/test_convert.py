@@ -120,7 +120,7 @@ def cut(folder):
         (write("config.json", "{"), "config.json is not JSON ("),
         (change_config(model_type="gpt2"), "model_type: 'gpt2' is not implemented"),
         (change_config(hidden_size=24), "is not the "),
-        (remove("model.safetensors"), "model.safetensors does not exist, nor model.safetensors.index.json beside it"),
+        (remove("model.safetensors"), "model.safetensors does not exist; neither does model.safetensors.index.json"),
         (cut, "not safetensors, or damaged ("),
         (write("model.safetensors.index.json", '{"weight_map": {"a": "b"}}'), "but model.safetensors.index.json names"),
         (lambda folder: [(folder / name).mkdir() for name in ("about", "params")], "and a checkpoint too"),

@@ -85,7 +85,7 @@ class Torch:
             return returned, returned[0] if isinstance(returned, tuple | list) else returned, leaves
 
         def pull(weight: torch.Tensor) -> Sequence[torch.Tensor]:
-            # Forward anew each time: compiled code gives its saved tensors away, so that no graph can be kept.
+            # Run the forward pass again each time: compiled code frees its saved tensors, so no graph can be kept.
             _, out, leaves = run()
             grads = torch.autograd.grad(out, leaves, weight, allow_unused=True)
             for name, grad in zip(_NAMES, grads, strict=True):

@@ -36,7 +36,7 @@ FEATURES = {
     "backward": "gradients",
     "strides": "arrays that are not contiguous",
 }
-# What a layer may add to the mask rule, and the parameters by one of which a function takes it.
+# What a layer may add to the mask rule, and the names of parameters through which a function takes it.
 ADDED = {
     "window": ("window", "window_size"),
     "keep_anchor": ("keep_anchor",),

@@ -70,7 +70,7 @@ def _compute(case: CheckCase, kind: str) -> tuple[tuple[str, dict[str, np.ndarra
 
 
 def _other_layers(case: CheckCase) -> Iterator[tuple[str, CheckCase]]:
-    """Yield the case with a layer of which one thing is wrong, in words."""
+    """Yield the case with one thing of its layer wrong, and that thing in words."""
     window = case.layout.window
     changes: dict[str, dict[str, Any]] = {}
     if window is not None:

@@ -1,6 +1,6 @@
 """The candidate's side of a case: the trainer's own code path, from documents to twenty steps, on one rank or several.
 
-Everything is built anew in each call, from the packer to the optimizer: what is patched takes effect.
+Everything is built again in each call, from the packer to the optimizer: what is patched takes effect.
 
 Legend: B batch · T tokens of a row.
 """

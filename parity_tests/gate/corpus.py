@@ -18,7 +18,7 @@ from parity_tests.gate.spec import CaseSpec
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 WORDS = (PAD, EOS, BOS, *(f"w{number}" for number in range(3, SIZES["vocab_size"])))
 DOMAINS = ("w5", "w7")  # a domain's name is a word: a tag says it in a token of its own
-TAG_WORD = "w4"  # stands before it
+TAG_WORD = "w4"  # comes before it
 RESUMED_AFTER = 2  # steps: the run is interrupted in a later one
 HELD_OUT_SHARE, HELD_OUT_ROWS = 0.2, 2  # rows for each domain
 _SHUFFLE, _INTERLEAVE, _HELD_OUT = range(3)

@@ -258,7 +258,7 @@ def _measure(
 
 
 def _axes(name: str, dimensions: int) -> str | None:
-    """The axes of an array of which parts are judged too."""
+    """The axes of an array along which its parts are judged, too."""
     if name == "loss.tokens":
         return "BT"
     return {"forward": {3: "BTM", 4: "BTHD"}, "gradients": {2: "OI"}}.get(group_of(name), {}).get(dimensions)

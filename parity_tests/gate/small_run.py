@@ -25,7 +25,7 @@ _INPUTS = ("input_ids", "position_ids", "document_ids", "shift_labels", "domain_
 
 
 class _Watch:
-    """Stands in for `take_step`: reads what a step is given and gives, and interrupts one step once."""
+    """Replaces `take_step`: records the arguments and results of each step, and interrupts one step once."""
 
     def __init__(self) -> None:
         self._take_step, self._interrupts = steps.take_step, True

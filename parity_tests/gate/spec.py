@@ -176,7 +176,7 @@ class Gate(_Strict):
 
     title: str = Field(description="of the report")
     seeds: list[Seed] = Field(default=[0], min_length=1, description="each runs the whole matrix")
-    matrix: list[Entry] = Field(default=[], description="entries, each of which multiplies out to cases")
+    matrix: list[Entry] = Field(default=[], description="entries; each multiplies out to cases")
     cases: list[CaseSpec] = Field(default=[], description="cases that are written out one by one")
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from parity_tests.report.schema import Report
 
 
 def annotations(report: Report) -> list[str]:
-    """A workflow command for each case that does not pass: GitHub shows it beside the commit."""
+    """A workflow command for each case that does not pass: GitHub shows it at the commit."""
     lines = []
     for case in report.cases:
         words = case.problem or (case.first_divergence and case.first_divergence.words)

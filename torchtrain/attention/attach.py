@@ -262,7 +262,7 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 @cache
 def _told(held: int | None) -> SimpleNamespace:
-    """What the compiled models of this process that hold so many positions were told."""
+    """What was printed about this process's compiled models with so many positions."""
     return SimpleNamespace()
 
 

@@ -295,7 +295,7 @@ class _WithSinks(torch.autograd.Function):
 
 @cache
 def _gqa() -> dict[str, Any]:
-    """torch 2.11 has no enable_gqa: its kernel takes fewer key/value heads without being told."""
+    """torch 2.11 has no enable_gqa: its kernel takes fewer key/value heads without the argument."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

@@ -1,5 +1,5 @@
 """Engine `sdpa`: one `scaled_dot_product_attention` for each batch of segments of similar length. It is portable.
-The gate judges it like `flash`, beside `dense` and the oracle.
+The gate judges it like `flash`, against `dense` and the oracle.
 
 It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so needs square inputs. So each document
 brings the anchor's A queries as well as its keys, and their rows of output are thrown away. Neither these nor the

@@ -1,1 +1,1 @@
-"""`torchtrain bench`: time attention and training steps beside their alternatives."""
+"""`torchtrain bench`: time attention and training steps, and their alternatives."""

@@ -45,7 +45,7 @@ class World:
     # Process groups; None: the default group.
     cpu_group: dist.ProcessGroup | None = None  # for tensors in host memory
     object_group: dist.ProcessGroup | None = None  # for Python objects
-    thread_group: dist.ProcessGroup | None = None  # for a thread that works beside the program; None: there is none
+    thread_group: dist.ProcessGroup | None = None  # for a background thread; None: there is none
     whole_documents: bool = False  # ranks that share a row take whole documents of it, where they can
 
     @property
@@ -72,7 +72,7 @@ class World:
         return total.tolist()
 
     def for_threads(self) -> "World":
-        """Return the world for a thread beside the program, whose messages never meet those of the program."""
+        """Return the world for a background thread. Its messages never mix with those of the program."""
         assert self.size == 1 or self.thread_group is not None, "joined without a group for threads"
         group = self.thread_group
         return replace(self, object_group=group, cpu_group=group, device=torch.device("cpu"))

@@ -164,7 +164,7 @@ def count_host_bytes(model: "PreTrainedModel", tokens: int) -> int:
 
 
 class Lane(Protocol):
-    """Where copies run beside what is computed."""
+    """The stream on which copies run during the computation."""
 
     def run(self, copy: Callable[[], None]) -> Any:
         """Run a copy after all that was asked for until now; return what `wait` takes."""

@@ -45,7 +45,7 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
     """Return a Hugging Face folder with SmolLM2-135M, converted on the first call (half a minute, 540 MB).
 
     The folder is named by the SHA-256 of the GGUF file, and `origin.json` in it records that sum, the file and the
-    versions of what made it. It is written beside and renamed, so it is there whole or not at all.
+    versions of what made it. It is written under another name and renamed, so it appears complete or not at all.
 
     Args:
         cache: folder for converted models (`data.cache`).
@@ -64,15 +64,15 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
     with ExitStack() as building:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            beside = building.enter_context(_take_the_first(target))
+            made = building.enter_context(_take_the_first(target))
         except OSError as error:
             raise UserError(
                 f"data.cache {str(cache)!r}: {error.strerror}; choose a folder that can be written"
             ) from None
         say(f"converting {source.name} (sha256 {sha256}) to safetensors, once: half a minute, 540 MB in {target}")
-        beside.mkdir()
-        _convert(source, beside)
-        write_file(beside / ORIGIN, (json.dumps(_origin(source, sha256), indent=2) + "\n").encode())
+        made.mkdir()
+        _convert(source, made)
+        write_file(made / ORIGIN, (json.dumps(_origin(source, sha256), indent=2) + "\n").encode())
     return target
 
 
@@ -127,8 +127,8 @@ def _read_once() -> Iterator[None]:
 def _take_the_first(target: Path) -> Iterator[Path]:
     """Build a folder; where another process was first, its folder is as good."""
     try:
-        with build_folder(target) as beside:
-            yield beside
+        with build_folder(target) as made:
+            yield made
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or not target.is_dir():
             raise

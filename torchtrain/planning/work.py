@@ -29,7 +29,7 @@ class Documents:
     source: str  # where it comes from, for people
 
     def live_pairs(self, tokens: int, anchor: int) -> int:
-        """Return the mean live pairs of a row of `tokens`, of which the first `anchor` are seen by all."""
+        """Return the mean live pairs of a row of `tokens`, where every token sees the first `anchor`."""
         full = tokens * (tokens + 1) // 2
         if self.weighted is None:
             return full

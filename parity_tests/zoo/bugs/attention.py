@@ -70,7 +70,7 @@ def _causal_top_left_attend(
     ids_BT = plan.document_ids_BT
     index_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     anchors_B11 = (ids_BT == ANCHOR).sum(1)[:, None, None]
-    # The query's own place among its keys, were it aligned top-left, is A before where it stands.
+    # The query's own place among its keys, were it aligned top-left, is A places too early.
     late_BTT = (ids_BT > ANCHOR)[:, :, None] & (index_T[None, None, :] > index_T[None, :, None] - anchors_B11)
     late_BTT &= (ids_BT > ANCHOR)[:, None, :]
 

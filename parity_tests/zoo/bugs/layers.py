@@ -192,7 +192,7 @@ state_leaked = Bug(
     caught_by=_HYBRIDS,
 )
 
-# The state begins anew in the middle of a document.
+# The state is reset in the middle of a document.
 state_reset_twice = Bug(
     what="state reset inside a document",
     where="seen in reviews: chunks of a row are taken for documents",

@@ -36,7 +36,7 @@ def _gate_and_up_swapped_forward(self, x):
     return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
 
 
-# The activation stands on the wrong half of a fused projection.
+# The activation is on the wrong half of a fused projection.
 gate_and_up_swapped = Bug(
     what="gate and up swapped",
     where="mlx-lm PR 767: silu(x) * gate for silu(gate) * x; OpenVINO PR 32683",
