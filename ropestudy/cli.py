@@ -77,8 +77,8 @@ def ring(
 
     Example: jaxref ring --tokens 1024 --ranks 1,2,4,8
     """
-    from jaxref.ring import compare_ring, zigzag
     from jaxref.rounding import preset
+    from ropestudy.compute.ring import compare_ring, zigzag
     from ropestudy.models import load_pretrained
     from ropestudy.spec import ModelConfig, TextConfig
     from ropestudy.text import read_pool, row

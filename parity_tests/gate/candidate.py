@@ -34,7 +34,7 @@ from parity_tests.gate.small_run import run_side
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.taps import capture_taps
 from torchtrain.attention import make_plan, resolve_engine
-from torchtrain.attention.flash import leave_newer
+from torchtrain.attention.engines.flash import leave_newer
 from torchtrain.attention.hf import KEEPS_ANCHOR, implementation_name
 from torchtrain.attention.masks import caps_scores
 from torchtrain.config import Config, DistributedConfig, ModelConfig, PackConfig, RopeConfig, TrainConfig

@@ -48,7 +48,7 @@ def test_the_oracle_is_held_to_its_names():
 def test_the_trainer_is_held_to_its_names():
     torch = pytest.importorskip("torch")
     from torchtrain.attention import make_plan
-    from torchtrain.attention.gather import gather_queries
+    from torchtrain.attention.engines.gather import gather_queries
 
     plan = make_plan(torch.tensor([[0, 1, 1, -1]]))
     with pytest.raises(TypeError, match="gather_queries: x_BTHD has shape"):

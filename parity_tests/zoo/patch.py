@@ -13,7 +13,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from torchtrain.attention import engines, hf
+from torchtrain.attention import hf
+from torchtrain.attention.engines import choice
 from torchtrain.attention.plan import make_plan
 from torchtrain.training.micro_batch import make_micro_batch
 from torchtrain.training.schedule import learning_rate
@@ -133,12 +134,12 @@ def documents(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 def attention(make: Wrap) -> Context:
     """Wrap `torchtrain.attention.attend(q_BTHD, k_BTKD, v_BTKD, plan, *, engine, scale)`."""
-    return wrap(engines.attend, make)
+    return wrap(choice.attend, make)
 
 
-def every_engine(attend: engines.Engine) -> Context:
+def every_engine(attend: choice.Engine) -> Context:
     """Run `attend` in place of each engine."""
-    return patch.dict(engines.ENGINES, dict.fromkeys(engines.ENGINES, attend))
+    return patch.dict(choice.ENGINES, dict.fromkeys(choice.ENGINES, attend))
 
 
 def batches(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Context:

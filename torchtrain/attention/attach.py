@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from anchorline.errors import UserError
-from torchtrain.attention.engines import resolve_engine
+from torchtrain.attention.engines.choice import resolve_engine
 from torchtrain.attention.hf import KEEPS_ANCHOR, MISSING, announced, implementation_name, register
 from torchtrain.attention.masks import MASKED_LAYER_TYPES, NOT_HONOURED, caps_scores, hides_nothing
 from torchtrain.attention.recurrent import separate_layers

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from anchorline.errors import UserError
-from torchtrain.attention.engines import ENGINES, attend, resolve_engine
+from torchtrain.attention.engines.choice import ENGINES, attend, resolve_engine
 from torchtrain.attention.masks import (
     GENERATE,
     NO_CACHE,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from anchorline.errors import UserError
-from torchtrain.attention.gather import gather_keys, scatter_queries
+from torchtrain.attention.engines.gather import gather_keys, scatter_queries
 from torchtrain.attention.hf import APART, remembered_plan
 from torchtrain.attention.masks import NO_CACHE, SEPARATED
 from torchtrain.attention.plan import AttentionPlan

@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from anchorline.errors import UserError
 from torchtrain.attention import AttentionPlan, attend, make_plan, resolve_engine, visible_BTT
-from torchtrain.attention.dense import MAX_TOKENS
-from torchtrain.attention.flash import leave_newer
+from torchtrain.attention.engines.dense import MAX_TOKENS
+from torchtrain.attention.engines.flash import leave_newer
 from torchtrain.bench.config import AttentionBench
 
 YARDSTICK = "causal SDPA"  # full attention: the denominator of all ratios

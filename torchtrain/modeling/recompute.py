@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from anchorline.errors import UserError
-from torchtrain.attention.flash import uses_flash_attn
-from torchtrain.attention.half_on_cpu import CAUSAL
+from torchtrain.attention.engines.flash import uses_flash_attn
+from torchtrain.attention.engines.half_on_cpu import CAUSAL
 from torchtrain.config import ModelConfig, Recomputation
 from torchtrain.modeling.chunks import chunk_layers
 

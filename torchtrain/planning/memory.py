@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchtrain.attention.engines import pad_values
-from torchtrain.attention.flash import call_torch_varlen
-from torchtrain.attention.gather import gather_keys, gather_queries, scatter_queries
+from torchtrain.attention.engines.choice import pad_values
+from torchtrain.attention.engines.flash import call_torch_varlen
+from torchtrain.attention.engines.gather import gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.config import Config, ModelConfig
 from torchtrain.distributed.shard import ROOM

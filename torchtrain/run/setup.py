@@ -13,7 +13,7 @@ import torch
 from anchorline.errors import UserError
 from anchorline.files import read_json
 from torchtrain.attention import resolve_engine
-from torchtrain.attention.dense import check_tokens
+from torchtrain.attention.engines.dense import check_tokens
 from torchtrain.attention.masks import caps_scores
 from torchtrain.config import Config, ModelConfig, PackConfig, Recomputation
 from torchtrain.data import (

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from anchorline.tolerance import judge
 from torchtrain import exact_products
-from torchtrain.attention import attend, half_on_cpu, make_plan
+from torchtrain.attention import attend, make_plan
+from torchtrain.attention.engines import half_on_cpu
 
 T, H, K, D = 4096, 2, 1, 16
 NAMES = ("out", "dq", "dk", "dv")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import attention, batches, swap, wrap
-from torchtrain.attention.gather import _GatherKeys
+from torchtrain.attention.engines.gather import _GatherKeys
 from torchtrain.data.rows import build_row
 from torchtrain.distributed.world import ALONE
 from torchtrain.marks import ANCHOR, IGNORED

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
-from torchtrain.attention import flash, hf, plan
+from torchtrain.attention import hf, plan
+from torchtrain.attention.engines import flash
 from torchtrain.attention.hf import implementation_name, register
 from torchtrain.config import ModelConfig, TrainConfig
 from torchtrain.distributed.world import World

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from anchorline.errors import UserError
-from torchtrain.attention import attend, flash, flex, make_plan, resolve_engine
+from torchtrain.attention import attend, make_plan, resolve_engine
+from torchtrain.attention.engines import flash, flex
 from torchtrain.tests import test_engines
 from torchtrain.tests.cuda import kernels
 from torchtrain.tests.flash_on_cpu import FlashOnCPU

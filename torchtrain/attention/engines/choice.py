@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anchorline.errors import UserError
-from torchtrain.attention.dense import attend_dense
-from torchtrain.attention.flash import HALF, NEWER, attend_flash, capability, find_kernel, uses_flash_attn
-from torchtrain.attention.flex import attend_flex
+from torchtrain.attention.engines.dense import attend_dense
+from torchtrain.attention.engines.flash import HALF, NEWER, attend_flash, capability, find_kernel, uses_flash_attn
+from torchtrain.attention.engines.flex import attend_flex
+from torchtrain.attention.engines.sdpa import attend_sdpa
 from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan, make_plan
-from torchtrain.attention.sdpa import attend_sdpa
 
 Engine = Callable[[Tensor, Tensor, Tensor, AttentionPlan, LayerOptions], tuple[Tensor, Tensor | None]]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from anchorline.errors import UserError, one_line
-from torchtrain.attention.gather import attend_nothing, gather_keys, gather_queries, scatter_queries
+from torchtrain.attention.engines.gather import attend_nothing, gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.layer import LayerOptions, sink_gradient
 from torchtrain.attention.plan import AttentionPlan
 

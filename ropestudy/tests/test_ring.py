@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from jaxref.attention import attention
-from jaxref.ring import compare_ring, ring_attention, ring_logits, zigzag
 from jaxref.rounding import preset
 from jaxref.tests.decoders import batch, tiny
+from ropestudy.compute.ring import compare_ring, ring_attention, ring_logits, zigzag
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 

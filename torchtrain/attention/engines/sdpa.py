@@ -5,7 +5,7 @@ It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so 
 brings the anchor's A queries as well as its keys, and their rows of output are thrown away. Neither these nor the
 padding of a batch (`torchtrain.attention.batches`) need a mask.
 
-On a CPU `torchtrain.attention.half_on_cpu` replaces SDPA; in float64 it does so for sinks and windows only.
+On a CPU `torchtrain.attention.engines.half_on_cpu` replaces SDPA; in float64 it does so for sinks and windows only.
 
 On CUDA, where no other kernel fits, torch silently falls back to one that holds all pairs of a document, H x n x n.
 This engine forbids that kernel. It repeats key/value heads where the other kernels do not take fewer of them, and
@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anchorline.errors import UserError
-from torchtrain.attention.flash import HALF, capability
-from torchtrain.attention.gather import attend_nothing, gather_keys, scatter_queries
-from torchtrain.attention.half_on_cpu import attend_on_cpu
+from torchtrain.attention.engines.flash import HALF, capability
+from torchtrain.attention.engines.gather import attend_nothing, gather_keys, scatter_queries
+from torchtrain.attention.engines.half_on_cpu import attend_on_cpu
 from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan
 
