@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtrain.attention.batches import Batches, make_batches
-from torchtrain.attention.engines.block_mask import make_block_mask
+from torchtrain.attention.block_mask import make_block_mask
 from torchtrain.attention.rule import check_document_ids
 from torchtrain.marks import ANCHOR, PADDING
 

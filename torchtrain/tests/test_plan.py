@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from torchtrain.attention.batches import padded_length
-from torchtrain.attention.engines.block_mask import BLOCK, make_block_mask
+from torchtrain.attention.block_mask import BLOCK, make_block_mask
 from torchtrain.attention.engines.gather import gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.rule import visible_BTT

@@ -1,4 +1,4 @@
-"""Engine `flex`: compiled FlexAttention under the plan's block mask (`torchtrain.attention.engines.block_mask`).
+"""Engine `flex`: compiled FlexAttention under the plan's block mask (`torchtrain.attention.block_mask`).
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from anchorline.errors import UserError
-from torchtrain.attention.engines.block_mask import BLOCK
+from torchtrain.attention.block_mask import BLOCK
 from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.marks import PADDING
