@@ -19,6 +19,7 @@ OUT = Path("runs/parity")  # of a configuration, unless told otherwise
 QUICK = {
     *("model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "schedule", "warmup_steps", "ranks"),
     *("documents", "anchor_tokens", "padding", "beyond_window", "rope_parameters", "rope_before", "seed", "stages"),
+    "infinite_step",
 }
 
 
@@ -53,6 +54,7 @@ def run(
     position_offset: Annotated[int, typer.Option(help="added to every position")] = 0,
     schedule: Annotated[str, typer.Option(help="of step and trajectory: constant, linear, cosine")] = "constant",
     warmup_steps: Annotated[int, typer.Option(help="of the trajectory's steps")] = 0,
+    infinite_step: Annotated[int, typer.Option(help="of trajectory and run, its gradient infinite; 0: none")] = 0,
     ranks: Annotated[int, typer.Option(help="that share a step")] = 1,
     documents: Annotated[int, typer.Option(help="of a row")] = 5,
     anchor_tokens: Annotated[int, typer.Option(help="that open a row")] = 2,
@@ -87,7 +89,7 @@ def run(
             gate = _quick_gate(
                 model, against, against_dtype, engine, variant=variant, rope=rope, dtype=dtype, tokens=tokens,
                 position_offset=position_offset, schedule=schedule, warmup_steps=warmup_steps, ranks=ranks,
-                documents=documents, anchor_tokens=anchor_tokens, padding=padding, seed=seed,
+                infinite_step=infinite_step, documents=documents, anchor_tokens=anchor_tokens, padding=padding, seed=seed,
                 beyond_window=beyond_window,
                 rope_parameters=rope_parameters, rope_before=rope_before,
                 stages=stages,

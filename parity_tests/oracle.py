@@ -56,9 +56,12 @@ def rates_of(train: TrainConfig) -> np.ndarray:
     )
 
 
-def adamw_of(train: TrainConfig, weights: Mapping[str, Any]) -> GradientTransformation:
-    """The oracle's AdamW under a run's settings, its schedule included; weights of two or more dimensions decay."""
-    rates = jnp.asarray(rates_of(train))
+def adamw_of(train: TrainConfig, weights: Mapping[str, Any], left_out: int = 0) -> GradientTransformation:
+    """The oracle's AdamW under a run's settings, its schedule included; weights of two or more dimensions decay.
+
+    left_out: the step, from 1, that is no update: its rate passes unused. 0: none.
+    """
+    rates = jnp.asarray(np.delete(rates_of(train), [left_out - 1] if left_out else []))
     return adamw(
         lambda step: rates[step],
         lambda name: weights[name].ndim >= 2,

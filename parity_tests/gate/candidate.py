@@ -30,7 +30,7 @@ from parity_tests.gate.case import (
 )
 from parity_tests.gate.corpus import draw_corpus
 from parity_tests.gate.ranks import run_ranks
-from parity_tests.gate.small_run import run_side
+from parity_tests.gate.small_run import infinite_gradient, run_side
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.taps import capture_taps
 from torchtrain.attention import make_plan, resolve_engine
@@ -203,7 +203,8 @@ def _trajectory(case: GateCase, packed: _Rows, model: Any, world: World) -> tupl
     for number in range(train.steps):
         batches = step_batches(packed, number, train, DOMAINS, world)
         tokens[f"trajectory.{number}"] = takes = _TokenLosses(world)
-        found.append(take_step(strategy, batches, DOMAINS, number, train, lambda _: None, takes))
+        with infinite_gradient(model, number + 1 == case.spec.infinite_step):
+            found.append(take_step(strategy, batches, DOMAINS, number, train, lambda _: None, takes))
     rates, norms = [step.learning_rate for step in found], [step.gradient_norm for step in found]
     return {"trajectory.rates": np.array(rates), "trajectory.norms": np.array(norms)}, tokens
 

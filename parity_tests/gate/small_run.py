@@ -5,6 +5,7 @@ The run is the trainer's own from the files of text to the exported folder. Noth
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,11 +25,21 @@ from torchtrain.run import recipe, steps
 _INPUTS = ("input_ids", "position_ids", "document_ids", "shift_labels", "domain_ids")
 
 
+@contextlib.contextmanager
+def infinite_gradient(model: Any, is_so: bool) -> Iterator[None]:
+    """Make the gradient of the last norm infinite in every backward pass, if `is_so`."""
+    hook = model.model.norm.weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+    if not is_so:
+        hook.remove()
+    yield
+    hook.remove()
+
+
 class _Watch:
     """Replaces `take_step`: records the arguments and results of each step, and interrupts one step once."""
 
-    def __init__(self) -> None:
-        self._take_step, self._interrupts = steps.take_step, True
+    def __init__(self, infinite_step: int) -> None:
+        self._take_step, self._interrupts, self._infinite_step = steps.take_step, True, infinite_step
         self.steps: dict[int, dict[str, Any]] = {}
         self.masters: dict[str, np.ndarray] = {}  # after the last step
 
@@ -42,7 +53,8 @@ class _Watch:
             losses.append(each_Bt.detach().to("cpu", torch.float32, copy=True).numpy())
             note(each_Bt, part)
 
-        result = self._take_step(strategy, batches, domains, step, train, fault, read)
+        with infinite_gradient(strategy.model, step + 1 == self._infinite_step):
+            result = self._take_step(strategy, batches, domains, step, train, fault, read)
         trained = [name for name, p in strategy.model.named_parameters() if p.requires_grad]
         self.masters = {
             name: master.detach().cpu().numpy().copy()
@@ -65,7 +77,7 @@ def run_side(case: GateCase, model: Any, capture: Any) -> Arrays:
     with TemporaryDirectory() as written:
         folder, quiet = Path(written), Console(quiet=True)
         config = _write(case, folder, model)
-        watch = _Watch()
+        watch = _Watch(case.spec.infinite_step)
         with patch.object(steps, "take_step", watch):
             with contextlib.suppress(KeyboardInterrupt):
                 recipe.train(config, console=quiet)

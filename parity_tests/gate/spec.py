@@ -44,7 +44,7 @@ STAGES: tuple[Group, ...] = get_args(Group)
 # Float32 holds every whole number below this, and RoPE takes positions in float32.
 _POSITIONS = 2**24
 MOST_CASES = 10_000
-STEPS = 20  # of a trajectory
+STEPS, RUN_STEPS = 20, 5  # of a trajectory, and of a whole run: more than two epochs
 _STAGES = "what is compared: forward, loss, gradients, step, trajectory, run"
 
 
@@ -72,6 +72,7 @@ class CaseSpec(_Strict):
     position_offset: Offset = Field(default=0, description="added to every position")
     schedule: Schedule = Field(default="constant", description="of the learning rate in step and trajectory")
     warmup_steps: int = Field(default=0, ge=0, le=STEPS, description=f"of the {STEPS} steps of a trajectory")
+    infinite_step: int = Field(default=0, ge=0, le=STEPS, description="whose gradient is infinite, from 1; 0: none")
     ranks: int = Field(default=1, ge=1, le=8, description="that share a step, each with rows of its own")
     documents: Documents = Field(default=5, description="of a row; the second has one less, and padding")
     anchor_tokens: AnchorTokens = Field(default=2, description="that open a row")
@@ -92,6 +93,10 @@ class CaseSpec(_Strict):
             raise UserError(f"documents {self.documents}: give 4 tokens for each; the row has {self.tokens}")
         if "run" in self.stages and (self.ranks > 1 or not self.anchor_tokens or self.rope in ("default", "dynamic")):
             raise UserError("stages run: takes one rank, an anchor, and a rope that stretches or is kept")
+        if self.infinite_step > (STEPS if "trajectory" in self.stages else RUN_STEPS if self.is_run else 0):
+            raise UserError(
+                f"infinite_step {self.infinite_step}: the stages {', '.join(self.stages)} have no such step"
+            )
         return self
 
     @field_validator("stages")
@@ -108,6 +113,7 @@ class CaseSpec(_Strict):
         parts = [model, self.variant, rope, self.engine, self.dtype, f"t{self.tokens}"]
         parts += [f"o{self.position_offset}"] * bool(self.position_offset)
         parts += [self.schedule] * (self.schedule != "constant") + [f"w{self.warmup_steps}"] * bool(self.warmup_steps)
+        parts += [f"infinite{self.infinite_step}"] * bool(self.infinite_step)
         parts += [f"r{self.ranks}"] * (self.ranks > 1) + [f"d{self.documents}"] * (self.documents != 5)
         parts += [f"a{self.anchor_tokens}"] * (self.anchor_tokens != 2) + ["inside"] * (self.padding == "inside")
         parts += ["sees_anchor"] * (self.beyond_window == "anchor") + [*["run"] * self.is_run, f"s{self.seed}"]
@@ -131,8 +137,8 @@ class CaseSpec(_Strict):
         """What to type to run this case alone."""
         names = ("model", "against", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
         given = {name: str(value) for name in names if (value := getattr(self, name)) is not None}
-        rest = ("rope_parameters", "rope_before", "schedule", "warmup_steps", "ranks", "documents", "anchor_tokens")
-        for name in (*rest, "padding", "beyond_window"):
+        rest = ("rope_parameters", "rope_before", "schedule", "warmup_steps", "infinite_step", "ranks", "documents")
+        for name in (*rest, "anchor_tokens", "padding", "beyond_window"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 given[name] = str(getattr(self, name))
         options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]

@@ -84,15 +84,15 @@ class _RoundedOracle:
         self.of_run: Arrays = {}
         self.likely: dict[str, float] = {}
         self._block = QUERY_BLOCK if case.spec.tokens > 2 * QUERY_BLOCK else None
-        self._trajectories: dict[tuple[str, str, int], Arrays] = {}
+        self._trajectories: dict[tuple[str, str, int, int], Arrays] = {}
 
     def stage(self, stage: str, case: GateCase) -> Arrays:
         """Return the arrays of a stage; of a trajectory under the schedule of this case."""
         if stage in ("trajectory", "run"):
-            key = stage, case.spec.schedule, case.spec.warmup_steps
+            key = stage, case.spec.schedule, case.spec.warmup_steps, case.spec.infinite_step
             if key not in self._trajectories:
                 run = stage == "run"
-                self._trajectories[key] = self._run(case.run) if run else self._run_steps(case.trajectory)
+                self._trajectories[key] = self._run(case) if run else self._run_steps(case)
             return self._trajectories[key]
         return {} if stage == "step" else getattr(self, f"_{stage}")
 
@@ -139,10 +139,11 @@ class _RoundedOracle:
         sums = {parameter: sum(gradients[parameter].astype(wide) for gradients in each) for parameter in each[0]}
         return np.concatenate(nll), sums
 
-    def _run_steps(self, train: TrainConfig) -> Arrays:
+    def _run_steps(self, case: GateCase) -> Arrays:
         """The rate of each step, the loss of every token before it, its gradient's norm; all take the same rows."""
+        train = case.trajectory
         masters = to_arrays(cast(self._decoder, self._rounding.carrier))
-        losses, norms, _, _ = self._train(self._decoder, masters, train, [self._rows] * train.steps)
+        losses, norms, _, _ = self._train(self._decoder, masters, case, train, [self._rows] * train.steps)
         found = {f"trajectory.{number}": step_losses for number, step_losses in enumerate(losses)}
         return {"trajectory.rates": self._rates(train), **found, "trajectory.norms": norms}
 
@@ -150,28 +151,35 @@ class _RoundedOracle:
         return rates_of(train) if self._exact else rates_of(train).astype(np.float32)
 
     def _train(
-        self, decoder: Decoder, masters: Any, train: TrainConfig, rows: Sequence[Sequence[Arrays]]
+        self, decoder: Decoder, masters: Any, case: GateCase, train: TrainConfig, rows: Sequence[Sequence[Arrays]]
     ) -> tuple[list[np.ndarray], np.ndarray, Any, Decoder]:
-        """Take the steps, each on rows of its own; return losses, norms, and the masters and decoder after them."""
-        optimizer = adamw_of(train, masters)
+        """Take the steps, each on rows of its own; return losses, norms, and the masters and decoder after them.
+
+        A step whose gradient is infinite changes neither weights nor moments, and the schedule goes on.
+        """
+        optimizer = adamw_of(train, masters, case.spec.infinite_step)
         state, losses, norms = optimizer.init(masters), [], []
-        for own in rows:
+        for number, own in enumerate(rows, start=1):
             step_losses, gradients = self._losses_and_gradients(decoder, own)
             losses.append(step_losses)
+            if number == case.spec.infinite_step:
+                norms.append(np.inf)
+                continue
             masters, state, norm = step(optimizer, masters, state, gradients)
             norms.append(float(norm))
             decoder = cast(from_arrays(decoder.config, masters), self._dtype)
         return losses, np.array(norms), masters, decoder
 
-    def _run(self, train: TrainConfig) -> Arrays:
+    def _run(self, case: GateCase) -> Arrays:
         """The arrays of a whole run; those that must be exact are left in `of_run`."""
+        train = case.run
         spec, config, corpus = self._case.spec, self._case.decoder_config, draw_corpus(self._case.spec)
         rows, held_out = self._lay_out(corpus.training_rows()), self._lay_out(corpus.held_out_rows())
         # The masters begin at the numbers of the file, the weights at what the run's dtype makes of them.
         masters = to_arrays(cast(from_arrays(config, tiny_weights(spec.model, spec.seed)), self._rounding.carrier))
         begin = cast(from_arrays(config, masters), self._dtype)
         steps = [rows[at : at + train.sequences_per_step] for at in range(0, len(rows), train.sequences_per_step)]
-        losses, norms, masters, decoder = self._train(begin, masters, train, steps)
+        losses, norms, masters, decoder = self._train(begin, masters, case, train, steps)
         found = {f"run.losses.{number}": step_losses for number, step_losses in enumerate(losses)}
         found |= {"run.rates": self._rates(train), "run.norms": norms}
         batch = {name: np.concatenate([row[name] for row in held_out]) for name in held_out[0]}

@@ -116,7 +116,7 @@ LONGEST = 512  # tokens for which a [T, T] mask is tried
 def cause(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arrays, oracle: OracleArrays) -> str | None:
     """Return words for the first mistake that explains the measure, or None."""
     array = candidate[measure.name]
-    if not np.isfinite(array).all():
+    if not (np.isfinite(array) & np.isfinite(truth)).all():
         return None
     if measure.group == "run" and measure.tap in ("q_rope", "k_rope", "attn"):
         return _scaled(measure, array, truth)  # what went in is that of other rows
@@ -208,7 +208,7 @@ def _scaled(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | Non
     if not array.any():
         return "it is all zeros"
     factor = float(np.vdot(array, truth) / np.vdot(truth, truth)) if truth.any() else 1.0
-    if truth.size > 1 and factor != 1 and _explains(measure, array, factor * truth):
+    if truth.size > 1 and f"{factor:.4g}" != "1" and _explains(measure, array, factor * truth):
         return f"everything is {factor:.4g} times what it should be"
     return None
 

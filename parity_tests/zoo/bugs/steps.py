@@ -1,5 +1,6 @@
 """Bugs of the optimizer, of gradient clipping and of the learning rate's schedule."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -149,6 +150,46 @@ gradients_not_cleared = Bug(
     ),
     stage="trajectory",
     apply=lambda: patch.object(torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: None),
+)
+
+
+_infinite_step = Optimizer.step
+
+
+def _in_an_infinite_step(change):
+    def step(self, learning_rate, known=None):
+        value = self.norm().item() if known is None else known
+        if not math.isfinite(value):
+            change(self, learning_rate)
+            return value
+        return _infinite_step(self, learning_rate, known)
+
+    return lambda: patch.object(Optimizer, "step", step)
+
+
+def _on_zeros(self, learning_rate):
+    for master in self.masters:
+        master.grad.zero_()
+    _infinite_step(self, learning_rate)
+
+
+# A gradient that is not finite is put to zero, and AdamW moves the weights along its old mean.
+infinite_gradient_zeroed = Bug(
+    what="a step with an infinite gradient updates on zeros",
+    where="Lightning issue 4956 (zero_grad in place of leaving the step out), Ray PR 47452 (NaN put to zero)",
+    stage="trajectory",
+    apply=_in_an_infinite_step(_on_zeros),
+    likely={"infinite_step": "7"},
+)
+
+
+# The gradient that is not finite is not dropped, so that each later step adds to it and is left out, too.
+infinite_gradient_kept = Bug(
+    what="an infinite gradient stays for the next step",
+    where="an early return in front of zero_grad, seen in reviews",
+    stage="trajectory",
+    apply=_in_an_infinite_step(lambda self, _: None),
+    likely={"infinite_step": "7"},
 )
 
 
