@@ -89,10 +89,9 @@ def run(
             gate = _quick_gate(
                 model, against, against_dtype, engine, variant=variant, rope=rope, dtype=dtype, tokens=tokens,
                 position_offset=position_offset, schedule=schedule, warmup_steps=warmup_steps, ranks=ranks,
-                infinite_step=infinite_step, documents=documents, anchor_tokens=anchor_tokens, padding=padding, seed=seed,
-                beyond_window=beyond_window,
-                rope_parameters=rope_parameters, rope_before=rope_before,
-                stages=stages,
+                infinite_step=infinite_step, documents=documents, anchor_tokens=anchor_tokens, padding=padding,
+                beyond_window=beyond_window, rope_parameters=rope_parameters, rope_before=rope_before,
+                seed=seed, stages=stages,
             )  # fmt: skip
         else:
             from parity_tests.gate.spec import load_gate

@@ -19,7 +19,7 @@ TRAINING = FORWARD.model_copy(update={"stages": ("loss", "gradients", "step")})
 # Under a schedule, by two ranks: what a single rank at a constant rate cannot show.
 SHARED = TRAINING.model_copy(update={"schedule": "cosine", "warmup_steps": 5, "ranks": 2})
 INSIDE = FORWARD.model_copy(update={"padding": "inside"})
-RUN = FORWARD.model_copy(update={"stages": ("run",)})
+RUN = FORWARD.model_copy(update={"stages": ("run",), "infinite_step": 2})
 SINKS = FORWARD.model_copy(update={"model": "sinks"})
 CAPPED = FORWARD.model_copy(update={"model": "capped", "engine": "dense", "beyond_window": "anchor"})
 # One of each kind that needs no case of its own; `parity zoo` runs all of them.
@@ -31,6 +31,7 @@ QUICK = (
     *("warmup_from_zero", "weight_decay_at_the_peak", "loss_per_rank", "reduced_every_micro_batch"),
     *("window_off_by_one", "anchor_behind_window", "cap_after_mask", "sink_of_group"),
     *("padding_splits_a_document", "orders_of_one_epoch", "cut_repeats_a_token", "moments_lost_on_resuming"),
+    *("infinite_gradient_zeroed", "infinite_gradient_kept"),
 )
 
 

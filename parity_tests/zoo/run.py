@@ -22,6 +22,7 @@ from parity_tests.zoo import Bug, discover
 
 Progress = Callable[[str, int, int], None]  # what was done, how many steps are done, of how many
 
+NEAR = 5  # a bug whose largest ratio is below needs a sharper case
 _DTYPES_BY_POWER = ("float32", "float16", "bfloat16")  # the finer, the more it shows
 
 
@@ -40,6 +41,13 @@ class Kill:
     def caught(self) -> bool:
         """Whether some case caught the bug."""
         return self.case is not None
+
+    @property
+    def margin(self) -> float:
+        """The largest error over allowance of the case that caught it; infinite where it raises or an array is gone."""
+        if self.case is None:
+            return 0.0
+        return max((m.ratio for m in self.case.measures), default=0.0) if self.case.problem is None else float("inf")
 
 
 @dataclass(frozen=True)
@@ -200,10 +208,12 @@ def show(report: ZooReport) -> Any:
         f"{len(report.kills) - survivors} of {len(report.kills)} bugs caught, {alarms} false alarms in "
         f"{len(report.correct)} cases of the correct code, {report.seconds:.0f} s"
     )
+    near = [f"{kill.bug.name} {kill.margin:.2g}" for kill in report.kills if kill.caught and kill.margin < NEAR]
+    caption += f"; largest error below {NEAR} times its allowance: {', '.join(near) or 'of no bug'}"
     table = Table(title=f"Kill table · {escape(report.title)}", caption=caption)
     for column in ("bug", "where it happened", "caught by"):
         table.add_column(column, overflow="fold")
-    table.add_column("error / allowance", justify="right")
+    table.add_column("largest error / allowance", justify="right")
     table.add_column("s", justify="right")
     for kill in report.kills:
         first = kill.case.first_divergence if kill.case else None
@@ -215,7 +225,7 @@ def show(report: ZooReport) -> Any:
             by = f"[bold red]SURVIVES[/] {kill.cases_tried} cases"
         if not kill.reversible:
             by += "\n[bold red]NOT REVERSIBLE[/]"
-        ratio = f"{first.ratio:.3g}" if first else ""
+        ratio = f"{kill.margin:.3g}" if first else ""
         table.add_row(_name(kill.bug), escape(kill.bug.where), by, ratio, f"{kill.seconds:.1f}")
     for bug in report.elsewhere:
         table.add_row(_name(bug), escape(bug.where), f"[dim]not tried here: {bug.caught_by}[/]")

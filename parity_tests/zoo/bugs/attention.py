@@ -17,7 +17,6 @@ def _first_only(document_ids_BT: Tensor) -> Tensor:
     return document_ids_BT.masked_fill(document_ids_BT == 0, 1)
 
 
-# The anchor belongs to the first document, and only that one sees it.
 anchor_for_first_document = Bug(
     what="anchor visible to one document only",
     where=(
@@ -34,7 +33,6 @@ def _first_row_only(document_ids_BT: Tensor) -> Tensor:
     return torch.cat([document_ids_BT[:1], document_ids_BT[1:].masked_fill(document_ids_BT[1:] == 0, 1)])
 
 
-# Only the first row of a batch has its anchor in front of its documents.
 anchor_of_first_row = Bug(
     what="anchor only in the first row",
     where="seen in reviews: a batch flattened to one packed row, of which only index 0 is taken for the anchor",
@@ -134,7 +132,6 @@ def _alone(document_ids_BT: Tensor) -> Tensor:
     return torch.where(first_BT, alone, document_ids_BT)
 
 
-# The first token of each document is seen by itself alone.
 first_token_dropped = Bug(
     what="first token of each document cut off",
     where="masks built from BOS tokens: swiss-ai Megatron-LM PR 45 has an option by which no token attends to BOS",
@@ -166,7 +163,6 @@ def _keys_and_values_swapped(attend):
     return lambda q, k, v, plan, **options: attend(q, v, k, plan, **options)
 
 
-# Keys and values change places.
 keys_and_values_swapped = Bug(
     what="keys and values swapped",
     where=(
@@ -182,7 +178,6 @@ def _without_last(document_ids_BT: Tensor) -> Tensor:
     return torch.where((document_ids_BT == last_B1) & (last_B1 > 1), -1, document_ids_BT)
 
 
-# cu_seqlens without its last entry: the last document has no segment and gets no output.
 last_document_dropped = Bug(
     what="last document dropped",
     where=(
@@ -312,7 +307,6 @@ def _softmax_scale_missing(attend):
     return lambda q, k, v, plan, **options: attend(q, k, v, plan, **options | {"scale": 1.0})
 
 
-# Scores are not divided by the root of the head's size.
 softmax_scale_missing = Bug(
     what="softmax scale missing",
     where=(
@@ -330,7 +324,6 @@ def _scale_of_64(original):
     return attend
 
 
-# Heads of more than 64 are scaled as heads of 64 are.
 scale_of_64_beyond = Bug(
     what="softmax scale of 64 for heads of 128",
     where="written for a size that no case had: a kernel's scale written for the head size it was tested with",
@@ -339,7 +332,6 @@ scale_of_64_beyond = Bug(
     likely={"model": "wide_heads"},
 )
 
-# Document ids are kept in int8: those beyond 127 are one document.
 documents_in_int8 = Bug(
     what="documents beyond 127 are one",
     where="written for a size that no case had: segment ids in int8, which saturate",
@@ -354,7 +346,6 @@ def _two_anchor_tokens(document_ids_BT: Tensor) -> Tensor:
     return document_ids_BT.masked_fill((document_ids_BT == ANCHOR) & (index_T > 1), 1)
 
 
-# Of the anchor two tokens are kept, and the third goes to the first document.
 anchor_of_two_at_most = Bug(
     what="anchor cut after two tokens",
     where="written for a size that no case had: the anchor's length is a constant of the tests",
@@ -369,7 +360,6 @@ def _first_token_is_anchor(document_ids_BT: Tensor) -> Tensor:
     return document_ids_BT
 
 
-# The first token of every row is taken for its anchor, whether it has one or not.
 anchor_where_none_is = Bug(
     what="anchor taken for granted",
     where="written for a size that no case had: index 0 of every row is taken for the anchor",

@@ -30,7 +30,6 @@ def _options(change: Callable[..., dict[str, Any]]) -> Context:
     return attention(make)
 
 
-# A query sees as many tokens before it as the window has, and itself.
 window_off_by_one = Bug(
     what="window one token too long",
     where="flash-attention's window_size leaves the query out: transformers issue 39408, zml PR 763",
@@ -39,7 +38,6 @@ window_off_by_one = Bug(
     likely={"model": "windows"},
 )
 
-# Layers with full attention have a window, and the others have none.
 windows_in_other_layers = Bug(
     what="windows in the other layers",
     where="Megatron-Bridge PR 4875: Gemma 2's layers counted from one had each other's attention",
@@ -70,7 +68,6 @@ window_by_row_index = Bug(
     likely={"model": "windows"},
 )
 
-# The anchor stays visible beyond the window, which the model was not trained with.
 anchor_beyond_window = Bug(
     what="anchor visible beyond the window",
     where="seen in reviews: the anchor is or-ed to a mask that has the window in it already",
@@ -79,7 +76,6 @@ anchor_beyond_window = Bug(
     likely={"model": "windows"},
 )
 
-# The window hides the anchor where it was to stay visible.
 anchor_behind_window = Bug(
     what="anchor hidden by the window",
     where="seen in reviews: the window is and-ed to a mask that has the anchor in it already",
@@ -109,7 +105,6 @@ cap_after_mask = Bug(
     likely={"model": "capped"},
 )
 
-# Scores are not capped.
 cap_missing = Bug(
     what="soft cap missing",
     where="vllm-metal issue 665, mistral.rs PR 1928: a kernel that has the argument is given none",
@@ -147,7 +142,6 @@ def _sink_of_group(kv_heads: int, sinks_H: Tensor | None, **_: Any) -> dict[str,
     return {"sinks_H": sinks_KG[:, :1].expand_as(sinks_KG).flatten()}
 
 
-# The query heads of a key/value head have one sink, that of the first.
 sink_of_group = Bug(
     what="one sink for a group of heads",
     where="pie PR 272: sinks expanded from key/value heads, though each query head has its own",
@@ -156,7 +150,6 @@ sink_of_group = Bug(
     likely={"model": "sinks"},
 )
 
-# Sinks stay what they were.
 sink_without_gradient = Bug(
     what="sinks without a gradient",
     where="flash-attention issue 1973 (flash_attn.cute); a kernel for inference used to train gpt-oss",
@@ -183,7 +176,6 @@ def _cut_in_two(ids_BT: Tensor) -> Tensor:
     return torch.where((ids_BT == 1) & later_BT, ids_BT.max() + 1, ids_BT)
 
 
-# The second document begins in the state in which the first one ended.
 state_leaked = Bug(
     what="state carried over a border",
     where="prime-rl issue 3000, SkyRL PR 2056: Mamba layers of packed rows that are not told the borders",
@@ -192,7 +184,6 @@ state_leaked = Bug(
     caught_by=_HYBRIDS,
 )
 
-# The state is reset in the middle of a document.
 state_reset_twice = Bug(
     what="state reset inside a document",
     where="seen in reviews: chunks of a row are taken for documents",
@@ -201,7 +192,6 @@ state_reset_twice = Bug(
     caught_by=_HYBRIDS,
 )
 
-# Documents begin in an empty state, as without an anchor.
 state_without_anchor = Bug(
     what="anchor left out of the state",
     where="seen in reviews: attention sees the anchor, and the layers beside it reset at every border",
@@ -211,7 +201,6 @@ state_without_anchor = Bug(
 )
 
 
-# The model's own scale is not read.
 scale_ignored = Bug(
     what="head_dim ** -0.5 for the model's own scale",
     where="seen in reviews: kernels that take no scale, under Granite (attention_multiplier) and Gemma 2",
@@ -220,7 +209,6 @@ scale_ignored = Bug(
     likely={"model": "scaled"},
 )
 
-# Queries are scaled, and the logits once more.
 scale_twice = Bug(
     what="the model's own scale applied twice",
     where="seen in reviews of ports of Gemma: q is multiplied by query_pre_attn_scalar ** -0.5, and the kernel scales",

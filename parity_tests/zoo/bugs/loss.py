@@ -166,7 +166,6 @@ def _shift(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch | {"shift_labels": F.pad(batch["shift_labels"][:, 1:], (0, 1), value=IGNORED)}
 
 
-# Labels that are already the next token are shifted once more.
 labels_shifted_twice = Bug(
     what="labels shifted twice",
     where=(
@@ -186,7 +185,6 @@ def _last_micro_batch_only(original):
     return clear
 
 
-# The gradients of all micro-batches but the last are cleared.
 last_micro_batch_only = Bug(
     what="gradients cleared between micro-batches",
     where="RAE issue 67: zero_grad inside the accumulation loop",
@@ -200,7 +198,6 @@ def _round_logits(losses):
     return lambda logits_nV, *rest: losses(logits_nV.bfloat16().to(logits_nV.dtype), *rest)
 
 
-# The loss takes logits that were rounded to bfloat16.
 logits_in_bf16 = Bug(
     what="logits rounded to bf16 before the loss",
     where="optax issue 1020, modalities PR 464, marin PR 8217 (its loss erred 0.25 at most, unnoticed)",
@@ -218,7 +215,6 @@ def _loss_chunk_remainder_dropped(original):
     return whole_chunks
 
 
-# The tokens that do not fill a last chunk are left out of the loss.
 loss_chunk_remainder_dropped = Bug(
     what="last partial chunk of the loss dropped",
     where=(
@@ -244,7 +240,6 @@ def _loss_gradient_of_last_chunk(original):
     return last_chunk
 
 
-# The gradient of the head's weights is that of the last chunk of the loss alone.
 loss_gradient_of_last_chunk = Bug(
     what="the head's gradient overwritten by each chunk of the loss",
     where="seen in reviews of fused linear cross entropies: `=` for `+=` in the loop over chunks",
@@ -283,7 +278,6 @@ def _own_labels(parts, world):
     return count_labels(parts, ALONE) * world.size
 
 
-# Each rank's loss is the mean over its own tokens, and ranks are averaged.
 loss_per_rank = Bug(
     what="loss averaged per rank",
     where="torchtitan before PR 2206, prime-rl PR 2562, speculators PR 942, transformers issue 34242",
@@ -302,7 +296,6 @@ def _masked_tokens_counted(original):
     return dilute
 
 
-# The mean divides by all tokens, those without a label included.
 masked_tokens_counted = Bug(
     what="tokens without a label counted in the mean",
     where="Fast-LLM PR 426: a cross entropy whose mean divided by all tokens, masked ones too",
@@ -338,7 +331,6 @@ def _at_first(self, loss, last):
     _reduced_first_micro_batch_backward(self, loss, last=not last)
 
 
-# Gradients are added up over ranks after the first micro-batch and not after the last.
 reduced_first_micro_batch = Bug(
     what="gradients reduced after the first micro-batch only",
     where="FunASR before PR 3472: no_sync held on the wrong micro-batch, so ranks stepped by gradients of their own",
@@ -359,7 +351,6 @@ def _tag_trained_on(build):
     return unmask
 
 
-# The tags that open documents are targets like any other token.
 tag_trained_on = Bug(
     what="domain tags trained on",
     where="seen in reviews of fine-tuning code, where labels = input_ids.clone() undoes the masking of prompts",
@@ -400,7 +391,6 @@ def _first_words_only(original):
     return add_gradients
 
 
-# The head's gradient is made of 8,192 words at a time, and the parts behind the first are lost.
 vocabulary_beyond_first_part = Bug(
     what="gradient of the head beyond 8,192 words lost",
     where="written for a size that no case had: a loop over blocks of the vocabulary that runs once",

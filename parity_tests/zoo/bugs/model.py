@@ -23,7 +23,6 @@ attention_bias_dropped = Bug(
 
 _embed = nn.Embedding.forward
 
-# Embeddings times the root of the width.
 embedding_scaled = Bug(
     what="embedding scaled by sqrt(width)",
     where="Gemma scales, Llama does not: code shared between the two (seen in reviews of ports)",
@@ -49,7 +48,6 @@ def _gelu_for_silu_forward(self, x):
     return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
 
 
-# GELU in the MLP's gate.
 gelu_for_silu = Bug(
     what="GELU for SiLU",
     where=(
@@ -85,7 +83,6 @@ def _residual_in_half(original):
     return forward
 
 
-# The residual stream is kept in bfloat16 between layers of a float32 model.
 residual_in_half = Bug(
     what="residual stream in bf16",
     where="autocast around a float32 model, and offloaded activations in half precision (seen in reviews)",
@@ -136,7 +133,6 @@ def _rmsnorm_in_half_forward(self, x: Tensor) -> Tensor:
     return self.weight * (half * torch.rsqrt(variance + self.variance_epsilon)).to(x.dtype)
 
 
-# Squares and their mean in bfloat16.
 rmsnorm_in_half = Bug(
     what="RMSNorm computed in bf16",
     where="lightning-thunder issue 1713 (the upcast was missing), torch issue 189581",

@@ -43,7 +43,6 @@ def _again(rotary, inv_freq_C: Tensor) -> Tensor:
     return inv_freq_C / parameters["factor"] if parameters["rope_type"] == "linear" else inv_freq_C
 
 
-# Position interpolation on the positions and once more on the frequencies.
 linear_interpolated_twice = Bug(
     what="linear scaling applied twice",
     where=(
@@ -65,7 +64,6 @@ def _swap(rotary, inv_freq_C: Tensor) -> Tensor:
     return ROPE_INIT_FUNCTIONS["llama3"](config, inv_freq_C.device)[0]
 
 
-# low_freq_factor and high_freq_factor change places.
 llama3_boundaries_swapped = Bug(
     what="llama3 boundaries swapped",
     where=(
@@ -107,7 +105,6 @@ def _always_short(rotary, inv_freq_C: Tensor) -> Tensor:
     return parameters["rope_theta"] ** -(torch.arange(C, device=inv_freq_C.device) / C) / factor_C
 
 
-# LongRoPE's short factors are used at every length.
 longrope_short_factors = Bug(
     what="LongRoPE's short factors beyond the original length",
     where="Phi-3 and Phi-4 ports: vLLM PR 27431, MLC-LLM PR 3375, mlxcel issue 1358 choose one list for all lengths",
@@ -172,7 +169,6 @@ def _arange(position_ids_BT: Tensor, _: Tensor) -> Tensor:
     return torch.arange(position_ids_BT.shape[1], device=position_ids_BT.device).expand_as(position_ids_BT)
 
 
-# Positions are the index in the row, whatever position_ids say.
 positions_ignored = Bug(
     what="position_ids ignored",
     where="Megatron-LM issue 453, Megatron-LLM issue 23, NeMo Automodel PR 2377: RoPE tables taken by row index",
@@ -186,7 +182,6 @@ def _first_row(position_ids_BT: Tensor, _: Tensor) -> Tensor:
     return position_ids_BT[:1].expand_as(position_ids_BT)
 
 
-# One table of cos and sin for the batch, made from its first row.
 positions_of_first_row = Bug(
     what="the first row's positions for every row",
     where="seen in reviews of cos/sin caches shaped [1, T, D]",
@@ -252,7 +247,6 @@ def _partial(_: object, inv_freq_C: Tensor) -> Tensor:
     return torch.where(torch.arange(C, device=inv_freq_C.device) < C // 2, inv_freq_C, 0)
 
 
-# Only the first half of each head's pairs is rotated.
 rope_half_of_the_head = Bug(
     what="half of each head rotated",
     where="seen in reviews of ports: GPT-NeoX's partial rotary factor left on for a model that rotates whole heads",
@@ -284,7 +278,6 @@ rope_interleaved = Bug(
 )
 
 
-# The inverse frequencies rounded by a cast of the whole model.
 rope_inv_freq_in_bf16 = Bug(
     what="inv_freq rounded by model.to(bf16)",
     where=(
@@ -416,7 +409,6 @@ def _rotated(count: Callable[[int, int], tuple[int, int]]) -> Context:
 
 _PARTIAL = {"model": "partial", "rope": "keep"}
 
-# partial_rotary_factor is not read.
 partial_ignored = Bug(
     what="the whole head rotated for a part",
     where="seen in reviews of ports of Phi and GLM: the tables are made of head_dim",
@@ -434,7 +426,6 @@ partial_of_whole_frequencies = Bug(
     likely=_PARTIAL,
 )
 
-# What rotates is rounded up to a multiple of 8, as a kernel takes it.
 partial_rounded_up = Bug(
     what="the rotated part rounded up to a multiple of 8",
     where="seen in reviews: transformers cuts head_dim * partial_rotary_factor, a kernel takes multiples of 8",
@@ -455,7 +446,6 @@ def _rotate_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     return turn(q), turn(k)
 
 
-# The last dimensions of a head rotate and the first do not.
 partial_at_the_end = Bug(
     what="the last part of the head rotated for the first",
     where="DeepSeek's heads end with the part that rotates, Phi's and GLM's begin with it (seen in reviews)",

@@ -13,7 +13,6 @@ from parity_tests.zoo.patch import rates, settings, swap
 from torchtrain.training.optimizer import Optimizer, _master
 from torchtrain.training.strategy import Replicated
 
-# AdamW's betas are torch's own, whatever the config says.
 adam_betas_default = Bug(
     what="AdamW's betas not those of the config",
     where="hard-coded betas: OpenNMT-py PR 386, MaxText PR 17 (0.999 where 0.95 trains without spikes)",
@@ -63,7 +62,6 @@ class _AdamWithoutBiasCorrection(plain.AdamW):
         return state["mean"], state["square"]
 
 
-# Adam's moments are used with the bias of their zero start.
 adam_without_bias_correction = Bug(
     what="Adam's bias correction missing",
     where=(
@@ -74,7 +72,6 @@ adam_without_bias_correction = Bug(
 )
 
 
-# No clipping, whatever the config says.
 clip_missing = Bug(
     what="gradient clipping left out",
     where=(
@@ -86,7 +83,6 @@ clip_missing = Bug(
 )
 
 
-# Gradients are clipped to 1, whatever the config says.
 clip_norm_default = Bug(
     what="limit of the clipping not that of the config",
     where="seen in reviews: an optimizer made of a section's defaults, before the overrides are read",
@@ -101,7 +97,6 @@ def _clip_each(parameters, max_norm, total_norm, foreach=None):
             parameter.grad.mul_((max_norm / (parameter.grad.norm() + 1e-6)).clamp(max=1))
 
 
-# Every parameter's gradient is clipped by its own norm.
 clip_per_parameter = Bug(
     what="gradients clipped one by one",
     where="transformers issue 581 (BertAdam), PR 614 (per group); cosmos-rl PR 120 (per pipeline part)",
@@ -119,7 +114,6 @@ def _clip_by_matrices(parameters, max_norm, total_norm, foreach=None):
     _torch_clip(parameters, max_norm, torch.stack(norms).norm())
 
 
-# The norm leaves the gains of the norms out.
 clip_by_matrices = Bug(
     what="gradients clipped by the norm of the matrices alone",
     where="seen in reviews: the norm taken over the group of parameters that decay",
@@ -142,7 +136,6 @@ decay_counts_warmup = Bug(
 )
 
 
-# Gradients live on into the next step.
 gradients_not_cleared = Bug(
     what="zero_grad missing",
     where=(
@@ -173,23 +166,21 @@ def _on_zeros(self, learning_rate):
     _infinite_step(self, learning_rate)
 
 
-# A gradient that is not finite is put to zero, and AdamW moves the weights along its old mean.
 infinite_gradient_zeroed = Bug(
     what="a step with an infinite gradient updates on zeros",
     where="Lightning issue 4956 (zero_grad in place of leaving the step out), Ray PR 47452 (NaN put to zero)",
-    stage="trajectory",
+    stage="run",
     apply=_in_an_infinite_step(_on_zeros),
-    likely={"infinite_step": "7"},
+    likely={"infinite_step": "2"},
 )
 
 
-# The gradient that is not finite is not dropped, so that each later step adds to it and is left out, too.
 infinite_gradient_kept = Bug(
     what="an infinite gradient stays for the next step",
     where="an early return in front of zero_grad, seen in reviews",
-    stage="trajectory",
+    stage="run",
     apply=_in_an_infinite_step(lambda self, _: None),
-    likely={"infinite_step": "7"},
+    likely={"infinite_step": "2"},
 )
 
 
@@ -201,7 +192,6 @@ def _at_the_first_rate(self, learning_rate, *found):
     return _learning_rate_set_once_step(self, self.first_rate, *found)
 
 
-# The optimizer keeps the learning rate of its first step; the schedule is computed, reported and never used.
 learning_rate_set_once = Bug(
     what="learning rate set once",
     where=(
@@ -232,7 +222,6 @@ def _clip(self, learning_rate, *found):
     return norm if self.clip_norm is None else min(norm, self.clip_norm)
 
 
-# The norm that a step reports is that of the clipped gradient.
 norm_after_clipping = Bug(
     what="gradient norm reported after clipping",
     where=(
@@ -262,7 +251,6 @@ def _next(rate, step, train):
     return rate(min(step + 1, train.steps - 1), train)
 
 
-# Each step has the learning rate of the step after it.
 schedule_one_step_ahead = Bug(
     what="schedule one step ahead",
     where=(
@@ -279,7 +267,6 @@ def _to_zero(rate, step, train):
     return rate(step, train.model_copy(update={"min_learning_rate_share": 0.0}))
 
 
-# The learning rate falls towards zero, whatever share of it the config keeps.
 schedule_without_floor = Bug(
     what="learning rate's floor ignored",
     where="GPT-NeoX PR 1008 (min_lr only cut the curve off), MLX before PR 859 (no floor at all)",
@@ -293,7 +280,6 @@ def _from_zero(rate, step, train):
     return rate(step, train) * step / (step + 1) if step < train.warmup_steps else rate(step, train)
 
 
-# The warmup begins at a learning rate of zero: the first step changes nothing.
 warmup_from_zero = Bug(
     what="warmup from a rate of zero",
     where="BERT's own schedule (issue 1293), torchtitan PR 1261 and DeepSpeed PR 5287 on the step that is lost",
@@ -307,7 +293,6 @@ def _at_the_peak(rate, step, train):
     return rate(max(step, train.warmup_steps), train)
 
 
-# The first step has the peak's learning rate already.
 warmup_left_out = Bug(
     what="warmup left out",
     where=(
@@ -341,7 +326,6 @@ def _weight_decay_at_the_peak() -> Iterator[None]:
         yield
 
 
-# Weights decay at the peak's learning rate, whatever the schedule says.
 weight_decay_at_the_peak = Bug(
     what="weight decay that ignores the schedule",
     where=(
@@ -364,7 +348,6 @@ def _swap(self, params, *args, **kwargs):
     _weight_decay_groups_swapped_init(self, swapped, *args, **kwargs)
 
 
-# Norms and biases decay, matrices do not.
 weight_decay_groups_swapped = Bug(
     what="weight decay on norms alone",
     where="BalancingGroups issue 6: decay for what is named bias or LayerNorm.weight, and for nothing else",
@@ -373,7 +356,6 @@ weight_decay_groups_swapped = Bug(
 )
 
 
-# Weight decay is added to the gradient (L2) and goes through Adam's moments.
 weight_decay_in_gradient = Bug(
     what="weight decay through Adam's moments (L2)",
     where="every framework's Adam(weight_decay=...) before arXiv 1711.05101 told the two apart",
@@ -391,7 +373,6 @@ def _decay_all(self, params, *args, **kwargs):
     _weight_decay_on_norms_init(self, [group | {"weight_decay": decay} for group in groups], *args, **kwargs)
 
 
-# Every parameter decays, norms and biases included.
 weight_decay_on_norms = Bug(
     what="weight decay on norms",
     where=(
