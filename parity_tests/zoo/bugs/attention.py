@@ -53,7 +53,6 @@ def _causal_sees_next_attend(
     )
 
 
-# The mask is open one place above its diagonal: every token sees the one it is to predict.
 causal_sees_next = Bug(
     what="causal mask off by one: the next token is seen",
     where="triu(diagonal=2) for triu(diagonal=1), seen in reviews; the training loss falls to nothing",
@@ -236,7 +235,6 @@ def _one_more(document_ids_BT: Tensor) -> Tensor:
     return torch.where(document_ids_BT < 0, document_ids_BT.amax() + 1, document_ids_BT)
 
 
-# Padding is one more document: it attends, to the anchor too, and is not zero.
 padding_visible = Bug(
     what="padding attends",
     where="FlashAttention patches that ignore the padding mask: LLM-Workshop issue 1, accelerate issue 1864",

@@ -125,7 +125,6 @@ def _cap_without_gradient_attend(
     return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, replace(layer, softcap=None), probabilities)
 
 
-# The backward pass lacks the slope of the tanh.
 cap_without_gradient = Bug(
     what="soft cap left out of the backward pass",
     where="seen in reviews of kernels: the backward pass makes the scores anew and caps them, without the slope",

@@ -31,7 +31,6 @@ def _anchor_gradient_overwritten_backward(ctx, grad_MKD: Tensor):
     return grad.view(B, T, K, D), None
 
 
-# The gradients of the anchor's copies are written over one another: the last document's stays.
 anchor_gradient_overwritten = Bug(
     what="gradients of the anchor's copies overwritten",
     where="x.grad[index] = g where index repeats: index_put without accumulate=True, seen in reviews of gather kernels",
@@ -49,7 +48,6 @@ def _anchor_key_gradient_dropped(attend):
     return detach
 
 
-# The keys' gradient at the anchor is lost: the copies in front of the documents are made without autograd.
 anchor_key_gradient_dropped = Bug(
     what="K's anchor gradient dropped",
     where="shared prefixes kept under no_grad, as prefix caches are; seen in reviews of shared-prefix training",
@@ -67,7 +65,6 @@ def _anchor_value_gradient_dropped(attend):
     return detach
 
 
-# The values' gradient at the anchor is lost: the copies in front of the documents are made without autograd.
 anchor_value_gradient_dropped = Bug(
     what="V's anchor gradient dropped",
     where="shared prefixes kept under no_grad, as prefix caches are; seen in reviews of shared-prefix training",
@@ -117,7 +114,6 @@ def _cross_document_targets(build):
     return across
 
 
-# The last token of each document is trained to predict the first of the next, which it does not see.
 cross_document_targets = Bug(
     what="cross-document targets kept",
     where="AnchorContext; torchtitan before PR 4075, torchtune issue 1177, profam PR 504",
@@ -131,7 +127,6 @@ def _keep_gradient(master, parameter):
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
-# A parameter's gradient is added to its master's and kept, so that the next micro-batch adds it again.
 gradient_accumulated_twice = Bug(
     what="gradients of earlier micro-batches added twice",
     where="llm.c PR 548 (a step's gradients deposited twice); seen in reviews of hand-made float32 accumulation",
@@ -152,7 +147,6 @@ def _average(self, loss, last):
                 master.grad /= self.world.size
 
 
-# What was divided by the tokens of all ranks is averaged over the ranks once more.
 gradient_averaged_over_ranks = Bug(
     what="gradients averaged over ranks where they should be added",
     where="DDP and FSDP average by themselves; prime-rl PR 2562 and torchtitan PR 2206 had to undo it",
@@ -262,7 +256,6 @@ def _loss_per_micro_batch() -> Iterator[None]:
         yield
 
 
-# Each micro-batch's gradient is that of its own mean, divided by their number.
 loss_per_micro_batch = Bug(
     what="loss averaged per micro-batch",
     where=(
@@ -311,7 +304,6 @@ def _at_once(self, loss, last):
     _reduced_every_micro_batch_backward(self, loss, last=True)
 
 
-# Accumulated gradients are added up over ranks after every micro-batch, those of earlier ones again.
 reduced_every_micro_batch = Bug(
     what="gradients reduced after every micro-batch",
     where=(
@@ -371,7 +363,6 @@ def _load_and_untie(self, *args, **kwargs):
     return result
 
 
-# The head gets its own copy of the embedding: values agree, and each keeps only its own half of the gradient.
 tied_embeddings_untied = Bug(
     what="tied embeddings untied",
     where="sharded loading unties in silence: torchtune issue 616, verl issue 7834, NeMo Automodel PR 2511",

@@ -35,7 +35,6 @@ def _gate_and_up_swapped_forward(self, x):
     return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
 
 
-# The activation is on the wrong half of a fused projection.
 gate_and_up_swapped = Bug(
     what="gate and up swapped",
     where="mlx-lm PR 767: silu(x) * gate for silu(gate) * x; OpenVINO PR 32683",
@@ -67,7 +66,6 @@ def _roll(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: state_dict[name_next(name)] for name in state_dict}
 
 
-# Each layer gets the weights of the next, the last those of the first.
 layers_off_by_one = Bug(
     what="layers' weights off by one",
     where="checkpoints numbered from 1 and pipeline stages with an offset, seen in reviews of converters",
@@ -166,7 +164,6 @@ def _transpose(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return state_dict | ({_NAME: state_dict[_NAME].T.contiguous()} if _NAME in state_dict else {})
 
 
-# A square weight is loaded transposed: no shape complains.
 weight_transposed = Bug(
     what="a layer's weight loaded transposed",
     where="GPT-2's Conv1D weights in nn.Linear, JAX kernels [in, out] in torch; tinygrad PR 18103 (gpt-oss)",

@@ -25,7 +25,6 @@ def _interleave_reversed_reverse(position_ids_BT: Tensor, document_ids_BT: Tenso
     return changed
 
 
-# The chunks of an interleaved document take their positions in the reverse order.
 interleave_reversed = Bug(
     what="interleaved chunks at the wrong positions",
     where=(
@@ -326,7 +325,6 @@ def _oppose(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     return q * cos + rotate_half(q) * sin, k * cos - rotate_half(k) * sin
 
 
-# Queries are turned forwards and keys backwards, so that scores depend on the sum of the positions.
 rope_sign_of_keys = Bug(
     what="keys rotated backwards",
     where="seen in reviews of fused rotation kernels, where the backward pass (angle negated) was reused for k",

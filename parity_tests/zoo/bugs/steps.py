@@ -126,7 +126,6 @@ def _from_the_start(rate, step, train):
     return rate(step, train if step < train.warmup_steps else train.model_copy(update={"warmup_steps": 0}))
 
 
-# Steps of the warmup count in the decay, so that it begins below the peak.
 decay_counts_warmup = Bug(
     what="decay that counts the warmup's steps",
     where="progress taken as step / steps, seen in reviews; timm issue 1242 (a sharp drop where the warmup ends)",
@@ -237,7 +236,6 @@ def _by_micro_batch(rate, step, train):
     return rate(min(step * train.sequences_per_step // train.micro_batch, train.steps - 1), train)
 
 
-# The schedule moves on with every micro-batch, and so ends too early.
 schedule_counts_micro_batches = Bug(
     what="schedule moved on by every micro-batch",
     where="accelerate issue 963; once a process: accelerate issue 2926, transformers PR 24088, diffusers issue 3954",
