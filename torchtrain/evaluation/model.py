@@ -2,9 +2,9 @@
 and logits that are not finite end the evaluation.
 
 Prompts are read in lexical order into one cache. Each prompt then shares with the one before it all that it shares with
-any earlier prompt, so that the tree of all prompts is computed, and nothing twice. The prompts of a batch are continued
-together, one token each a step. A prompt that is alone in its batch is continued in the cache itself, so that its keys
-exist once. Attention is plain causal attention, whatever the model was trained with.
+any earlier prompt, so that the tree of all prompts is computed, and nothing twice. transformers continues the prompts
+of a batch together. A prompt that is alone in its batch is continued in the cache itself, so that its keys exist once.
+Attention is plain causal attention, whatever the model was trained with.
 
 Legend: B prompts at a time · T tokens of the longest · H key heads · D head size · V vocabulary.
 """
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor
 from transformers.cache_utils import DynamicLayer
 
+from anchorline.errors import UserError, quoted_reason
 from torchtrain.evaluation.perplexity import check_finite
 from torchtrain.modeling.placement import input_device
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _PREFILL = 4096  # tokens of the rest of a prompt at a time: its mask is a matrix of so many rows
-_TAIL = 32  # tokens of an answer that are searched for a text that ends it
 
 
 class SharedPrefixLM(HFLM):
@@ -42,7 +42,7 @@ class SharedPrefixLM(HFLM):
         tokenizer: of the model.
         batch_tokens: tokens whose keys and values are held at a time; a prompt that needs more goes alone.
         length: tokens of a prompt and its answer, at most; `set_length` changes it.
-        anchor: ids that are put before each prompt that does not begin with them.
+        anchor: ids that are put before each prompt that does not begin with them; a longer prompt is cut behind them.
         pulse: called after each batch of answers.
     """
 
@@ -63,106 +63,143 @@ class SharedPrefixLM(HFLM):
 
     def set_length(self, length: int, cut_middle: bool = False) -> None:
         """Set the most tokens of a prompt and its answer, and where a longer prompt is cut: left, or in its middle."""
-        self._max_length, self._cut_middle = length, cut_middle
+        self._length = self._max_length = length
+        self._cut_middle = cut_middle
         self.batch_size_per_gpu = max(1, self._batch_tokens // length)
         self.cut_prompts = self.prompt_tokens = self.computed_tokens = 0
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the ids of a prompt, the anchor in front; without special tokens where lm-eval asks for none."""
-        ids = list(super().tok_encode(string, add_special_tokens, **kwargs))
-        if add_special_tokens is False or ids[: len(self._anchor)] == self._anchor:
+    def _fit(self, ids: list[int], most: int) -> list[int]:
+        """Put the anchor before the ids of a prompt, and cut them behind it to `most` tokens."""
+        n = len(self._anchor)
+        if ids[:n] != self._anchor:
+            ids = self._anchor + ids
+        if len(ids) <= most:
             return ids
-        return [*self._anchor, *ids]
+        kept = (most + 1) // 2 if self._cut_middle else n
+        return ids[:kept] + ids[len(ids) - max(most - kept, 1) :]
+
+    # --- likelihoods --------------------------------------------------------------------------------------------------
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """See `HFLM`, which puts a token in front itself: no anchor here."""
-        anchor, self._anchor = self._anchor, []
+        """See `HFLM`, which puts BOS, or EOS, before a text. The tokenizer then puts none, and the anchor gets room."""
+        puts, self.add_bos_token = self.add_bos_token, False
+        self._max_length = self._length - len(self._anchor)
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm)
         finally:
-            self._anchor = anchor
+            self.add_bos_token, self._max_length = puts, self._length
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-        self.cut_prompts += sum(len(context) + len(after) > self.max_length + 1 for _, context, after in requests)
+        self._max_length, most = self._length, self._length + 1  # the last token is not read
+        self.cut_prompts += sum(len(context) + len(after) > most for _, context, after in requests)
+        fitted = [(text, self._fit(context, most - len(after)), after) for text, context, after in requests]
         with torch.inference_mode():
-            found = super()._loglikelihood_tokens(requests, *args, **kwargs)
+            found = super()._loglikelihood_tokens(fitted, *args, **kwargs)
         check_finite(all(math.isfinite(log_p) for log_p, _ in found), self.model)
         self._pulse()
         return found
 
+    # --- answers ------------------------------------------------------------------------------------------------------
+
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """See `HFLM`. Requests that sample, search beams, penalise or differ in that go to HFLM's own generation.
+        """See `HFLM`, which is given batch by batch. A request may sample, or search beams.
 
         Raises:
-            UserError: logits are not finite.
+            UserError: logits are not finite, or transformers does not know a setting of a request.
         """
-        if not requests:
-            return []
-        first = requests[0].args[1]
-        settings = normalize_gen_kwargs(dict(first), self.max_gen_toks)
-        others = settings.keys() - {"do_sample", "temperature", "until", "max_gen_toks"}
-        if settings["do_sample"] or others or any(request.args[1] != first for request in requests):
-            return super().generate_until(requests, disable_tqdm)
-        return self._greedy(requests, settings["max_gen_toks"], settings["until"] or [])
-
-    def _greedy(self, requests: list[Any], room: int, until: str | list[str]) -> list[str]:
-        until = [until] if isinstance(until, str) else until
-        prompts = [self._cut(self.tok_encode(request.args[0]), room) for request in requests]
-        done: list[str] = [""] * len(prompts)
-        with tqdm(total=len(prompts), desc="Running generate_until requests", mininterval=2) as bar:
-            for batch, answers in self.answers(prompts, room, until):
-                for i, answer in zip(batch, answers, strict=True):
-                    text = self.tok_decode(answer)  # pyright: ignore[reportArgumentType]
-                    done[i] = postprocess_generated_text(text, until, None)
-                    self.cache_hook.add_partial("generate_until", requests[i].args, done[i])
-                bar.update(len(batch))
+        prompts = []
+        for place, request in enumerate(requests):
+            text, settings = request.args
+            room = normalize_gen_kwargs(dict(settings), self.max_gen_toks)["max_gen_toks"]
+            ids = self._fit(self.tok_encode(text), self._length - room)
+            alone = not self.shares_prefixes or settings.get("num_beams", 1) > 1
+            prompts.append(((repr(settings), alone), ids, len(ids) + room, place))
+        prompts.sort()
+        self._holds, self._trunk = [], self._new_cache(max((prompt[2] for prompt in prompts), default=0))
+        done, size = [""] * len(requests), self.batch_size_per_gpu
+        with torch.inference_mode(), tqdm(total=len(requests), desc="Running generate_until requests") as bar:
+            for places in self._batches(prompts):
+                self.batch_size_per_gpu = len(places)
+                batch = [requests[place] for place in places]
+                try:
+                    answers = super().generate_until(batch, disable_tqdm=True)
+                except UserError:
+                    raise
+                except (ValueError, TypeError) as error:
+                    settings = f"{batch[0].task_name}: generation_kwargs {batch[0].args[1]}"
+                    raise UserError(f"{settings}: {quoted_reason(error)}; correct the task file") from error
+                for place, answer in zip(places, answers, strict=True):
+                    done[place] = answer
+                bar.update(len(places))
                 self._pulse()
+        self.batch_size_per_gpu = size
+        del self._trunk
         return done
 
-    def _cut(self, ids: list[int], room: int) -> list[int]:
-        most = max(self.max_length - room, 1)
-        if len(ids) <= most:
-            return ids
-        self.cut_prompts += 1
-        if not self._cut_middle:
-            return ids[-most:]
-        return ids[: (most + 1) // 2] + ids[len(ids) - most // 2 :]
+    def _batches(self, prompts: Sequence[tuple[tuple[str, bool], list[int], int, int]]) -> Iterator[list[int]]:
+        """Yield the places of prompts that are answered together: of equal settings, within the tokens of a batch.
 
-    @torch.inference_mode()
-    def answers(
-        self, prompts: Sequence[Sequence[int]], room: int, until: Sequence[str] = ()
-    ) -> Iterator[tuple[list[int], list[list[int]]]]:
-        """Yield the places of a batch's prompts and what follows each: at most `room` tokens, greedy.
-
-        An answer does not hold the token that ends it. A text of `until` that ends it is a part of it.
+        Args:
+            prompts: of each its settings and whether it must be alone, ids, tokens with its answer, and place.
         """
-        order, holds = sorted(range(len(prompts)), key=lambda i: list(prompts[i])), ()
-        trunk = self._new_cache(max(map(len, prompts), default=0) + room) if self.shares_prefixes else None
-        for batch in self._batches(order, prompts, room):
-            cache, first, read = trunk or DynamicCache(config=self.model.config), [], []
-            for i in batch:
-                first.append(self._read_on(holds, prompts[i], cache))
-                holds = prompts[i] if trunk else ()
-                if len(batch) > 1:
-                    read.append([(layer.keys.clone(), layer.values.clone()) for layer in cache.layers])  # pyright: ignore
-            lengths = [len(prompts[i]) for i in batch]
-            said = self._go_on(first, lengths, self._stack(read, max(lengths), room) if read else cache, room, until)
-            if trunk:
-                _shorten(trunk, len(holds))
-            self.prompt_tokens += sum(lengths)
-            yield batch, said
+        batch, longest, before = [], 0, ("", False)
+        for kind, _, tokens, place in prompts:
+            longest = max(longest, tokens)
+            if batch and (kind != before or kind[1] or longest * (len(batch) + 1) > self._batch_tokens):
+                yield batch
+                batch, longest = [], tokens
+            batch, before = [*batch, place], kind
+        if batch:
+            yield batch
 
-    def _batches(self, order: list[int], prompts: Sequence[Sequence[int]], room: int) -> list[list[int]]:
-        batches: list[list[int]] = []
-        longest = 0
-        for i in order:
-            longest = max(longest, len(prompts[i]) + room)
-            if batches and self.shares_prefixes and longest * (len(batches[-1]) + 1) <= self._batch_tokens:
-                batches[-1].append(i)
-            else:
-                batches.append([i])
-                longest = len(prompts[i]) + room
-        return batches
+    def tok_batch_encode(
+        self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ids of prompts and their mask, [B, T] both; shorter prompts are filled up on the left."""
+        encoded = [self.tok_encode(string) for string in strings]
+        fitted = [self._fit(ids, left_truncate_len or self._length) for ids in encoded]
+        self.cut_prompts += sum(len(ids) > len(fit) for ids, fit in zip(encoded, fitted, strict=True))
+        lengths = [len(ids) for ids in fitted]
+        pad, longest = self.tokenizer.pad_token_id, max(lengths)
+        ids_BT = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in fitted])
+        return ids_BT, (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).long()
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
+        mask_BT = settings["attention_mask"]
+        prompts = [ids_T[mask_T.bool()].tolist() for ids_T, mask_T in zip(context, mask_BT, strict=True)]
+        self.prompt_tokens += sum(map(len, prompts))
+        if self.shares_prefixes and settings.get("num_beams", 1) == 1 and min(map(len, prompts)) > 1:
+            settings["past_key_values"] = self._read(prompts, max_length)
+        else:
+            self.computed_tokens += sum(map(len, prompts))
+        settings = {"eos_token_id": self._end_ids(), "logits_processor": [_CheckFinite(self.model)], **settings}
+        return super()._model_generate(context, max_length, stop, **settings)
+
+    def _end_ids(self) -> list[int]:
+        kinds = (self.model.generation_config, self.model.config, self.tokenizer)
+        found = next((end for kind in kinds if (end := getattr(kind, "eos_token_id", None)) is not None), [])
+        return [found] if isinstance(found, int) else found
+
+    # --- the cache of what prompts share ------------------------------------------------------------------------------
+
+    def _read(self, prompts: list[list[int]], room: int) -> DynamicCache:
+        """Return a cache with room for so many tokens that holds prompts [B] but the last token of each."""
+        read: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for b in sorted(range(len(prompts)), key=lambda b: prompts[b]):
+            self._read_on(prompts[b][:-1])
+            self.computed_tokens += 1
+            if len(prompts) > 1:
+                read[b] = [(layer.keys.clone(), layer.values.clone()) for layer in self._trunk.layers]  # pyright: ignore
+        if not read:
+            return self._trunk
+        cache, longest = self._new_cache(room), max(map(len, prompts)) - 1
+        for layer in cache.layers:  # a layer of `read` goes as it is copied, because there may not be room for two
+            sides = [
+                torch.cat([torch.nn.functional.pad(kind, (0, 0, longest - kind.shape[2], 0)) for kind in kinds])
+                for kinds in zip(*(read[b].pop(0) for b in range(len(prompts))), strict=True)
+            ]
+            layer.update(*sides)
+        return cache
 
     def _new_cache(self, room: int) -> DynamicCache:
         """Return a cache with room for so many tokens; transformers' own copies all keys for each token."""
@@ -170,81 +207,25 @@ class SharedPrefixLM(HFLM):
         cache.layers = [_RoomyLayer(room) for _ in cache.layers]
         return cache
 
-    def _read_on(self, before: Sequence[int], prompt: Sequence[int], cache: DynamicCache) -> int:
-        """Let a cache that holds `before` hold a prompt; return the token that follows."""
-        same = (i for i, (x, y) in enumerate(zip(before, prompt, strict=False)) if x != y)
-        shared = next(same, min(len(before), len(prompt)))
-        # The last token runs even where all are shared: its logits are needed.
-        shared = min(shared, len(prompt) - 1) if self.shares_prefixes else 0
-        if len(before) > shared:
-            _shorten(cache, shared)
+    def _read_on(self, prompt: list[int]) -> None:
+        """Let the cache hold a prompt instead of the one before it."""
+        same = (i for i, (x, y) in enumerate(zip(self._holds, prompt, strict=False)) if x != y)
+        shared = next(same, min(len(self._holds), len(prompt)))
+        for layer in self._trunk.layers if self._holds else ():
+            layer.keys, layer.values = layer.keys[:, :, :shared], layer.values[:, :, :shared]  # pyright: ignore
+        self._holds = prompt
         self.computed_tokens += len(prompt) - shared
-        part = _PREFILL if shared else len(prompt)  # from the first token on attention needs no mask
-        logits_V = torch.empty(0)
+        part = _PREFILL if shared else max(len(prompt), 1)  # from the first token on attention needs no mask
         for first in range(shared, len(prompt), part):
-            ids_1T = torch.tensor([list(prompt[first : first + part])], device=self._device)
+            ids_1T = torch.tensor([prompt[first : first + part]], device=self._device)
             positions_1T = torch.arange(first, first + ids_1T.shape[1], device=self._device)[None]
-            out = self.model(
-                input_ids=ids_1T, position_ids=positions_1T, past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
-            logits_V = out.logits[0, -1]
-        check_finite(_is_finite(logits_V), self.model)
-        return int(logits_V.argmax())
-
-    def _ends(self, answer: list[int], ends: frozenset[int], until: Sequence[str]) -> bool:
-        """Whether an answer is over; the token that ends it is taken away."""
-        if answer[-1] in ends:
-            answer.pop()
-            return True
-        return bool(until) and any(text in self.tok_decode(answer[-_TAIL:]) for text in until)  # pyright: ignore
-
-    def _end_ids(self) -> frozenset[int]:
-        kinds = (self.model.generation_config, self.model.config, self.tokenizer)
-        found = next((end for kind in kinds if (end := getattr(kind, "eos_token_id", None)) is not None), [])
-        return frozenset([found] if isinstance(found, int) else found)
-
-    def _go_on(
-        self, first: list[int], lengths: list[int], cache: DynamicCache, room: int, until: Sequence[str]
-    ) -> list[list[int]]:
-        """Return answers that begin with the tokens `first`, to prompts [B] of these lengths that the cache holds."""
-        ends, answers, device = self._end_ids(), [[token] for token in first], self._device
-        lengths_B, next_B = torch.tensor(lengths, device=device), torch.tensor(first, device=device)
-        longest = max(lengths)
-        mask_BT = (torch.arange(longest, device=device) >= longest - lengths_B[:, None]).long()
-        open_B = [not self._ends(answer, ends, until) for answer in answers]
-        finite = torch.ones((), dtype=torch.bool, device=device)  # read once, behind the last token
-        for step in range(room - 1):
-            if not any(open_B):
-                break
-            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(first), 1)], 1)
-            logits_BV = self.model(
-                input_ids=next_B[:, None],
-                position_ids=(lengths_B + step)[:, None],
-                attention_mask=mask_BT if len(first) > 1 else None,
-                past_key_values=cache,
+            self.model(
+                input_ids=ids_1T,
+                position_ids=positions_1T,
+                past_key_values=self._trunk,
                 use_cache=True,
-            ).logits[:, -1]
-            next_B = logits_BV.argmax(-1).to(device)
-            finite = finite & _is_finite(logits_BV).to(device)
-            for b, token in enumerate(next_B.tolist()):
-                if open_B[b]:
-                    answers[b].append(token)
-                    open_B[b] = not self._ends(answers[b], ends, until)
-        check_finite(finite, self.model)
-        return answers
-
-    def _stack(self, read: list[list[tuple[Tensor, Tensor]]], longest: int, room: int) -> DynamicCache:
-        """Lay keys and values side by side, shorter ones filled up on the left; each layer of `read` goes as it is
-        copied, because there may not be room for two.
-        """
-        cache = self._new_cache(longest + room)
-        for layer in cache.layers:
-            sides = [
-                torch.cat([torch.nn.functional.pad(kind, (0, 0, longest - kind.shape[2], 0)) for kind in kinds])
-                for kinds in zip(*(part.pop(0) for part in read), strict=True)
-            ]
-            layer.update(*sides)
-        return cache
+                logits_to_keep=1,
+            )
 
 
 class _RoomyLayer(DynamicLayer):
@@ -271,11 +252,12 @@ class _RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def _shorten(cache: DynamicCache, tokens: int) -> None:
-    for layer in cache.layers:
-        layer.keys, layer.values = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]  # pyright: ignore
+class _CheckFinite(LogitsProcessor):
+    """Refuse logits that are not finite. A word may be masked by -inf."""
 
+    def __init__(self, model: "PreTrainedModel") -> None:
+        self._model = model
 
-def _is_finite(logits: Tensor) -> Tensor:
-    """Whether the largest logit is a number, which it is not where one is NaN. A word may be masked by -inf."""
-    return logits.amax(-1).isfinite().all()
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        check_finite(scores.amax(-1).isfinite().all(), self._model)
+        return scores

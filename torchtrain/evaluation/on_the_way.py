@@ -111,12 +111,14 @@ class TrainingEvaluation:
         ending: list[BaseException] = []
 
         def on_batch() -> None:
+            own = rng.capture()
             put_back()  # who ends the run saves them
             try:
                 pulse()
             except BaseException as error:
                 ending.append(error)
                 raise
+            rng.restore(own)  # a task may sample its answers
 
         try:
             with _keep_generators() as put_back:

@@ -68,20 +68,11 @@ def test_any_task_of_lm_eval_runs_by_name(call, folder, tmp_path):
     (hub / "README.md").write_text(f"---\n{configs}---\n")
     choices = {"text": ["a", "b"], "label": ["A", "B"]}
     (hub / "all.jsonl").write_text(json.dumps({"question": "Q?", "choices": choices, "answerKey": "B"}) + "\n")
+    data = json.dumps({"data_files": {"test": str(folder / "hellaswag_val.jsonl")}})
     (own / "mine.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "task": "mine",
-                "dataset_path": "json",
-                "dataset_kwargs": {"data_files": {"test": str(folder / "hellaswag_val.jsonl")}},
-                "output_type": "generate_until",
-                "test_split": "test",
-                "doc_to_text": "{{ctx_a}}",
-                "doc_to_target": "{{ctx_b}}",
-                "generation_kwargs": {"max_gen_toks": 4, "until": []},
-                "metric_list": [{"metric": "exact_match"}],
-            }
-        )
+        f"{{task: mine, dataset_path: json, dataset_kwargs: {data}, output_type: generate_until, test_split: test, "
+        'doc_to_text: "{{ctx_a}}", doc_to_target: "{{ctx_b}}", metric_list: [{metric: exact_match}], '
+        "generation_kwargs: {max_gen_toks: 4, until: [], do_sample: true, temperature: 0.9}}"
     )
     (hub / "data").mkdir()
     sums = [json.dumps({"context": f"Question: {i} + 1\nAnswer:", "completion": f" {i + 1}"}) for i in range(3)]
@@ -96,11 +87,8 @@ def test_any_task_of_lm_eval_runs_by_name(call, folder, tmp_path):
     assert (hellaswag.metric, len(hellaswag.answers), len(algebra.answers)) == ("acc_norm", 3, 3)
     assert hellaswag.values.keys() >= {"acc", "acc_norm"}
     assert (qasper.metric, qasper.cut_prompts) == ("score", 1)  # 2,500 tokens
-    assert [(found[task].metric, len(found[task].answers)) for task in ("arc_easy", "mine", "arithmetic_1dc")] == [
-        ("acc_norm", 1),
-        ("exact_match", 3),
-        ("acc", 3),
-    ]
+    metrics = [(found[task].metric, len(found[task].answers)) for task in ("arc_easy", "mine", "arithmetic_1dc")]
+    assert metrics == [("acc_norm", 1), ("exact_match", 3), ("acc", 3)]
     assert found["sciq"].not_run.endswith("; data.sciq=FOLDER names local data")
     assert "has no test/anatomy_test.csv" in found["mmlu_anatomy"].not_run
     # Of short prompts the greatest length alone is measured.
@@ -110,16 +98,14 @@ def test_any_task_of_lm_eval_runs_by_name(call, folder, tmp_path):
 
 
 def test_longbench_e_is_scored_by_the_length_of_the_context_too(call, tmp_path):
-    assert (len(leaves("longbench_e")), len(leaves("longbench_en"))) == (13, 16)
+    assert [len(leaves(name)) for name in ("longbench_e", "longbench_en", "ruler", "mmlu")] == [13, 16, 13, 57]
     done = call("--tasks", "longbench_e")
     assert done.exit_code == 0, done.output
     result = read_result(tmp_path / "out" / "model" / "longbench_qasper_e-1024.json")
     assert [answer.part for answer in result.answers] == ["0-4k", "4-8k", "8k+"]
     (table,) = compare([tmp_path / "out"])[0]
-    assert [row for row, _ in table.rows][:4] == [
-        "LongBench Single-Doc QA, mean of 1",
-        *(f"LongBench-E {part}, mean of 1" for part in ("0-4k", "4-8k", "8k+")),
-    ] or [row for row, _ in table.rows]
+    rows = [row for row, _ in table.rows if row.startswith("LongBench-E")]
+    assert rows == [f"LongBench-E {part}, mean of 1" for part in ("0-4k", "4-8k", "8k+")]
 
 
 def test_two_processes_give_the_answers_of_one(call, tmp_path):
@@ -161,14 +147,10 @@ def test_a_task_without_room_is_not_run_with_its_reason_and_the_rest_runs(call, 
     assert done.exit_code == 0, done.output
     assert "model niah_single_1 512: not run: 512 tokens leave no room; it needs 640" in done.stderr
     assert done.stderr.index("not run") < done.stderr.index("hellaswag 512: acc_norm")
-    alone = call("--tasks", "niah_single_1", "--lengths", "512", "--out", tmp_path / "alone")
+    alone = call("--tasks", "longbench_qasper", "--lengths", "128", "--out", tmp_path / "alone")
+    assert "its answers have up to 128 tokens, which 128 do not hold" in alone.stderr
     assert alone.exit_code == 1
     assert "nothing ran: the reasons are above" in alone.stderr
-
-
-def test_groups_stand_for_their_tasks():
-    assert (len(leaves("ruler")), len(leaves("mmlu"))) == (13, 57)
-    assert {"vt_2024_10", "fwe_2024_10"} <= {*leaves("ruler")}
 
 
 def test_a_suite_is_strict():

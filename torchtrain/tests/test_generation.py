@@ -5,6 +5,8 @@ import random
 
 import pytest
 import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from tokenizers import processors
 
 from anchorline.errors import UserError
@@ -17,16 +19,16 @@ from torchtrain.evaluation.suite import PerplexityConfig
 from torchtrain.evaluation.tasks.materials import quiet_library
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
-ROOM, END = 12, 257
+ROOM = 12
 
 
-def _prompts() -> list[list[int]]:
+def _prompts() -> list[str]:
     """Prompts that share starts of several lengths: a copy, a prefix of another, one of one token, none in common."""
     draw = random.Random(0)
-    base = [draw.randrange(256) for _ in range(60)]
+    base = "".join(draw.choices("abcdefghij", k=60))
     cuts = [(50, 20), (60, 3), (0, 7), (60, 1), (50, 15), (59, 0), (0, 1)]
-    prompts = [base[:shared] + [draw.randrange(256) for _ in range(own)] for shared, own in cuts]
-    return [*prompts, list(prompts[0])]
+    prompts = [base[:shared] + "".join(draw.choices("klmnop", k=own)) for shared, own in cuts]
+    return [*prompts, prompts[0]]
 
 
 @pytest.fixture(scope="module")
@@ -34,89 +36,125 @@ def model():
     return tiny_model("qwen3", max_position_embeddings=256).eval()
 
 
-def _alone(model, prompts) -> list[list[int]]:
-    """Each prompt alone, by transformers' own generation."""
-    found = []
-    for prompt in prompts:
-        ids = model.generate(
-            torch.tensor([prompt]), max_new_tokens=ROOM, do_sample=False, eos_token_id=END, pad_token_id=258
-        )
-        found.append([token for token in ids[0, len(prompt) :].tolist() if token != END])
-    return found
-
-
-@pytest.fixture(scope="module")
-def alone(model) -> list[list[int]]:
-    return _alone(model, _prompts())
-
-
 def _lm(model, batch_tokens=100_000, **more) -> SharedPrefixLM:
     with quiet_library():
         return SharedPrefixLM(model, tiny_tokenizer(), batch_tokens, 256, **more)
 
 
-def _answers(model, prompts, batch_tokens=100_000, room=ROOM, **more) -> list[list[int]]:
-    found = {}
-    for batch, said in _lm(model, batch_tokens, **more).answers(prompts, room):
-        found |= dict(zip(batch, said, strict=True))
-    return [found[i] for i in range(len(prompts))]
+def _answers(lm, prompts, **settings) -> list[str]:
+    given = {"until": [], "max_gen_toks": ROOM} | settings
+    with quiet_library():
+        return lm.generate_until([Instance("generate_until", {}, (text, given), 0, ("t", 0, 1)) for text in prompts])
+
+
+def _stock(model) -> HFLM:
+    """lm-eval's own class, one prompt at a time."""
+    with quiet_library():
+        return HFLM(pretrained=model, tokenizer=tiny_tokenizer(), max_length=256)
+
+
+@pytest.fixture(scope="module")
+def alone(model) -> list[str]:
+    return _answers(_stock(model), _prompts())
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 200, 100_000])
 def test_answers_are_those_of_each_prompt_alone(model, alone, batch_tokens):
     prompts = _prompts()
-    lm, found = _lm(model, batch_tokens), {}
-    for batch, said in lm.answers(prompts, ROOM):
-        found |= dict(zip(batch, said, strict=True))
-    assert [found[i] for i in range(len(prompts))] == alone
-    assert len({tuple(answer) for answer in alone}) == len(prompts) - 1  # only the copies agree
-    # What is computed is the tree of all prompts, and of a copy its last token again.
-    tree = {tuple(prompt[:i]) for prompt in prompts for i in range(1, len(prompt) + 1)}
-    assert (lm.prompt_tokens, lm.computed_tokens) == (sum(map(len, prompts)), len(tree) + 1)
+    assert len({*alone}) == len(prompts) - 1  # only the copies agree
+    long = [text for text in prompts if len(text) > 1]  # a batch with a prompt of one token shares nothing
+    lm = _lm(model, batch_tokens)
+    assert _answers(lm, prompts) == alone
+    lm.set_length(256)
+    assert _answers(lm, long) == [answer for answer, text in zip(alone, prompts, strict=True) if text in long]
+    # What is computed is the tree of all prompts but their last tokens, and each last token.
+    tree = {text[:i] for text in long for i in range(1, len(text))}
+    assert (lm.prompt_tokens, lm.computed_tokens) == (sum(map(len, long)), len(tree) + len(long))
 
 
 def test_an_answer_ends_where_the_model_ends_it(model, alone, monkeypatch):
-    stop = alone[0][3]
-    monkeypatch.setattr(model.generation_config, "eos_token_id", [stop, END])
-    assert _answers(model, _prompts()) == [a[: a.index(stop)] if stop in a else a for a in alone]
-    assert [len(answer) for answer in _answers(model, _prompts(), room=1)] == [0 if a[0] == stop else 1 for a in alone]
+    (stop,) = tiny_tokenizer().encode(next(c for c in alone[0][1:] if c.isascii()))
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [stop, 257])
+    until = _answers(_lm(model), _prompts())
+    assert until == _answers(_stock(model), _prompts()) != alone
+    for config in (model.generation_config, model.config):  # neither says it: the tokenizer's counts
+        monkeypatch.setattr(config, "eos_token_id", None)
+    lm = _lm(model)
+    lm.tokenizer.eos_token = lm.tokenizer.convert_ids_to_tokens(stop)
+    ended = tiny_tokenizer().decode([stop])
+    assert _answers(lm, _prompts()) == [answer.partition(ended)[0] for answer in alone]
+
+
+SETTINGS = {"do_sample": True, "temperature": 0.7}, {"temperature": 1.5, "top_k": 5}, {"num_beams": 3}
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, {"repetition_penalty": 1.5}], ids=str)
+def test_requests_that_sample_or_search_are_answered_behind_the_anchor(model, alone, settings):
+    """As lm-eval's own class answers prompts that begin with it."""
+    prompts = _prompts()[:3]
+    for anchor, begun in (([], prompts), ([256], [f"<s>{text}" for text in prompts])):
+        torch.manual_seed(0)
+        own = _answers(_lm(model, 1, anchor=anchor), prompts, **settings)
+        torch.manual_seed(0)
+        in_order = sorted(begun)  # the order of the draws
+        stock = dict(zip(in_order, [_answers(_stock(model), [text], **settings)[0] for text in in_order], strict=True))
+        assert own == [stock[text] for text in begun]
+        assert own != alone[:3]
+
+
+def test_settings_that_cannot_be_are_one_line(model):
+    for settings, said in (({"do_sample": True}, "temperature"), ({"top_z": 3}, r"not used by the model: \['top_z'\]")):
+        with pytest.raises(UserError, match=rf"^t: generation_kwargs .*{said}.*; correct the task file$"):
+            _answers(_lm(model), ["a", "b"], **settings)
 
 
 def test_lm_evals_requests_are_answered_as_by_its_own_class(model):
     """Texts that end an answer, prompts that are cut, likelihoods: against HFLM's own."""
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
     texts = ["abc defg", "abc dxy", "q", "a" * 260]
+    stock, lm = _stock(model), _lm(model)
+    free = _answers(stock, texts)
+    until = next(c for c in free[0][1:] if c.isascii() and c.strip())
+    for settings in ({}, {"until": [until]}, {"until": until, "max_gen_toks": 9}):
+        assert _answers(lm, texts, **settings) == _answers(stock, texts, **settings)
+    assert lm.cut_prompts == 3  # one, asked three times
+    lm.set_length(256, cut_middle=True)
+    long, short = (["a" * n + "b" * n] for n in (150, 100))
+    assert _answers(lm, long, max_gen_toks=56) == _answers(stock, short, max_gen_toks=56)
+    pairs = [Instance("loglikelihood", {}, (t, " next"), i) for i, t in enumerate(texts[:3])]
+    texts.append("".join(map(str, range(250))))
+    rolling = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
     with quiet_library():
-        stock, lm = HFLM(pretrained=model, tokenizer=tiny_tokenizer(), max_length=256), _lm(model)
-        free = stock.generate_until(
-            [Instance("generate_until", {}, (t, {"until": [], "max_gen_toks": 8}), i) for i, t in enumerate(texts)]
-        )
-        until = next(c for c in free[0][1:] if c.strip())
-        for settings in ({"until": [], "max_gen_toks": 8}, {"until": [until], "max_gen_toks": 8}):
-            requests = [Instance("generate_until", {}, (t, dict(settings)), i) for i, t in enumerate(texts)]
-            assert lm.generate_until(requests) == stock.generate_until(requests)
-        assert lm.cut_prompts == 2  # one, asked twice
-        lm.set_length(256, cut_middle=True)
-        long = [Instance("generate_until", {}, ("a" * 150 + "b" * 150, {"until": [], "max_gen_toks": 56}), 0)]
-        short = [Instance("generate_until", {}, ("a" * 100 + "b" * 100, {"until": [], "max_gen_toks": 56}), 0)]
-        assert lm.generate_until(long) == stock.generate_until(short)
-        pairs = [Instance("loglikelihood", {}, (t, " next"), i) for i, t in enumerate(texts[:3])]
         found = zip(lm.loglikelihood(pairs), stock.loglikelihood(pairs), strict=True)
         assert [a == pytest.approx(b, abs=1e-4) for a, b in found] == [True] * 3  # other batches
+        assert lm.loglikelihood_rolling(rolling) == pytest.approx(stock.loglikelihood_rolling(rolling), rel=1e-5)
 
 
-def test_an_anchor_is_put_before_prompts_that_have_none(model):
-    lm, plain = _lm(model, anchor=[256]), tiny_tokenizer()("ab").input_ids
-    assert lm.tok_encode("ab") == lm.tok_encode("<s>ab") == [256, *plain]
-    assert lm.tok_encode("ab", add_special_tokens=False) == plain
+def test_every_request_sees_the_anchor_once(model):
+    """Whatever its kind, where a prompt is cut too, and where the tokenizer puts it there itself."""
+    bos = tiny_tokenizer()
+    bos.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    for tokenizer, anchor in ((tiny_tokenizer(), [256]), (bos, [256]), (bos, [])):
+        with quiet_library():
+            lm = SharedPrefixLM(model, tokenizer, 1, 64, anchor)
+            rows, call = [], lm._model_call
+            lm._model_call = lambda ids, rows=rows, call=call: [rows.extend(ids.tolist()), call(ids)][1]
+            for context in ("ab", "<s>ab", "c" * 80, ""):
+                lm.loglikelihood([Instance("loglikelihood", {}, (context, "de"), 0)])
+            for text in ("ab" * 30, "ab" * 60):
+                lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+            for text in ("ab", "<s>ab", "c" * 80):
+                ids_BT, mask_BT = lm.tok_batch_encode([text, "d"], left_truncate_len=50)
+                rows.append(ids_BT[0][mask_BT[0].bool()].tolist())
+        assert max(map(len, rows)) <= 64
+        assert not any(256 in row[1:] for row in rows)
+        # lm-eval cuts a prompt on the left, and a long text into windows: the third, the seventh, the last.
+        assert [row[0] == 256 for row in rows] == [n in (0, 1, 3, 4, 5, 7, 8) or bool(anchor) for n in range(10)]
 
 
 def test_a_model_with_a_window_answers_each_prompt_alone():
     model = tiny_model("mistral", sliding_window=16, max_position_embeddings=256).eval()
     assert not _lm(model).shares_prefixes
-    assert _answers(model, _prompts()) == _alone(model, _prompts())
+    assert _answers(_lm(model), _prompts()) == _answers(_stock(model), _prompts())
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
@@ -124,7 +162,7 @@ def test_losses_are_the_models_whatever_it_does_to_its_logits(model, monkeypatch
     """Read in parts, with logits scaled as Granite and Cohere do."""
     monkeypatch.setattr("torchtrain.evaluation.perplexity._TOKENS", 14)
     monkeypatch.setattr("torchtrain.evaluation.perplexity._LOGITS", 5)
-    ids, forward = _prompts()[0], model.forward
+    ids, forward = tiny_tokenizer()(_prompts()[0]).input_ids, model.forward
 
     def scaled(**inputs):
         out = forward(**inputs)
@@ -144,22 +182,26 @@ def test_a_model_that_diverged_is_refused_whatever_it_is_asked():
     diverged = tiny_model("qwen3", max_position_embeddings=256).eval()
     with torch.no_grad():
         diverged.lm_head.weight[7] = torch.nan
-    prompts = [[1, 2, 3], [4, 5], [6] * 30, [9, 8], [7, 7, 7]]
+    prompts = ["abc", "de", "f" * 30, "ih", "ggg"]
     asked = (
-        lambda: _answers(diverged, prompts),
-        lambda: _answers(diverged, prompts, 1),
-        lambda: _lm(diverged)._loglikelihood_tokens([(("a", "b"), prompt, [1]) for prompt in prompts]),
+        lambda: _answers(_lm(diverged), prompts),
+        lambda: _answers(_lm(diverged, 1), prompts),
+        lambda: _answers(_lm(diverged), prompts, do_sample=True, temperature=1.0),
+        lambda: _lm(diverged)._loglikelihood_tokens([(("a", "b"), [1, 2, 3], [1])]),
         lambda: document_losses(diverged, list(range(60))),
     )
     for ask in asked:
         with pytest.raises(UserError, match="its logits are not finite; the checkpoint has diverged"):
             ask()
     within = tiny_model("qwen3", max_position_embeddings=256).eval()  # finite for the first token of an answer
-    firsts = {answer[0] for answer in _answers(within, prompts, room=1)}
+    ids = tiny_tokenizer()(prompts[0]).input_ids
     with torch.no_grad():
-        within.model.embed_tokens.weight[sorted(firsts - {1, 2, 3, 4, 5, 6, 7, 8, 9})] = torch.nan
+        first = int(within(torch.tensor([ids])).logits[0, -1].argmax())
+        assert first not in ids
+        within.model.embed_tokens.weight[first] = torch.nan
+    assert _answers(_lm(within), prompts[:1], max_gen_toks=1)
     with pytest.raises(UserError, match="its logits are not finite"):
-        _answers(within, prompts, room=3)
+        _answers(_lm(within), prompts[:1], max_gen_toks=3)
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("錨" * 100, 300), ("a" * 98, 100)], ids=["bytes", "special"])

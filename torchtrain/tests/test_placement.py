@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from lm_eval.api.instance import Instance
 
 from anchorline.errors import UserError
 from torchtrain.evaluation.evaluate import check_suite
@@ -29,21 +30,22 @@ MAPS = {
 }  # fmt: skip
 
 
-def _prompts() -> list[list[int]]:
+def _prompts() -> list[str]:
     draw = random.Random(0)
-    base = [draw.randrange(256) for _ in range(40)]
-    return [base[:n] + [draw.randrange(256) for _ in range(8)] for n in (0, 20, 20, 40)]
+    base = "".join(draw.choices("abcdefgh", k=40))
+    return [base[:n] + "".join(draw.choices("klmn", k=8)) for n in (0, 20, 20, 40)]
 
 
 def measure(model) -> tuple:
     """Answers in batches and one by one, likelihoods, losses."""
     prompts = _prompts()
     lm, single = (SharedPrefixLM(model, tiny_tokenizer(), tokens, 256) for tokens in (100_000, 1))
+    asked = [Instance("generate_until", {}, (text, {"until": [], "max_gen_toks": 8}), 0) for text in prompts]
     return (
-        [said for _, said in lm.answers(prompts, 8)],
-        [said for _, said in single.answers(prompts, 8)],
-        single._loglikelihood_tokens([(("a", str(i)), ids, [1 + i, 2]) for i, ids in enumerate(prompts)]),
-        document_losses(model, prompts[-1]).tolist(),
+        lm.generate_until(asked),
+        single.generate_until(asked),
+        single.loglikelihood([Instance("loglikelihood", {}, (text, " a"), 0) for text in prompts]),
+        document_losses(model, lm.tok_encode(prompts[-1])).tolist(),
     )
 
 

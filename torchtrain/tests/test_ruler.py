@@ -10,7 +10,6 @@ from pathlib import Path
 import lm_eval.tasks
 import pytest
 import yaml
-from nltk.tokenize.punkt import PunktSentenceTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -28,7 +27,6 @@ from torchtrain.tests.tiny import tiny_model
 
 LENGTH, SEED = 1536, 42
 EVERY = [*TASKS, *IN_2024]
-NEEDLES = [task for task in TASKS if task.startswith("niah")]
 CITIES = ["Arlen", "Bornholt", "Cassel", "Dunmore", "Elvas", "Fermo", "Gotha", "Huesca"]
 
 
@@ -158,33 +156,6 @@ def test_a_task_is_seeded_alone_and_leaves_the_process_as_it_was(task, made, tok
     assert random.getstate() == before
     if not task.startswith("qa"):
         assert make_samples(task, LENGTH, 2, SEED + 1, tokenizer, materials) != made[task][:2]
-
-
-@pytest.mark.parametrize("task", NEEDLES)
-def test_needles_are_those_of_lm_eval(task, tokenizer, materials, monkeypatch):
-    """Byte by byte, at a length where lm-eval, which does not count the answer's prefix, has room for it."""
-
-    def texts(samples) -> list:
-        return [[sample[name] for name in ("input", "gen_prefix", "outputs")] for sample in samples]
-
-    with library() as lm:
-        generate, haystack = lm.niah.generate_samples, lm.niah.get_haystack
-        for name, value in (
-            ("get_tokenizer", lambda _: tokenizer),
-            (
-                "get_haystack",
-                lambda type_haystack: {"essay": materials.haystack}.get(type_haystack) or haystack(type_haystack),
-            ),
-            ("generate_samples", lambda *given, **settings: generate(*given, **{**settings, "num_samples": 3})),
-        ):
-            monkeypatch.setattr(lm.niah, name, value)
-        monkeypatch.setattr(lm.prepare_niah, "cached_sent_tokenize", PunktSentenceTokenizer().tokenize)
-        equal = []
-        for length in (1400, LENGTH, 1600):
-            random.seed(SEED)
-            stock = getattr(lm.niah, task)(max_seq_lengths=[length])["test"].to_list()
-            equal.append(texts(stock) == texts(make_samples(task, length, 3, SEED, tokenizer, materials)))
-        assert any(equal)
 
 
 def test_the_example_of_vt_is_one_for_all_in_2024_and_another_each_time_now(made):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from anchorline import environment
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import expand
-from torchtrain.evaluation.suite import TASKS, is_ruler, key_of
+from torchtrain.evaluation.suite import IN_2024, TASKS, is_ruler, key_of
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, local_data, quiet_library
 from torchtrain.evaluation.tasks.ruler import as_dataset, open_samples
 
@@ -107,6 +107,8 @@ def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrain
         if setting is not None:
             kwargs = (entry.cfg or {}).get("dataset_kwargs") or {}
             overrides |= local_data(task, setting, expand(suite.data[setting]), entry.yaml_path.stem, kwargs)
+    from lm_eval.models.utils import normalize_gen_kwargs
+
     try:
         with quiet_library():  # a group of one, because lm-eval replaces settings in the tasks of a group alone
             group = _manager_of(task, include).load({"group": "one", "task": [overrides]})
@@ -117,4 +119,9 @@ def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrain
         raise CannotRunError(
             f"lm-eval cannot load it ({type(error).__name__}: {quoted_reason(error)}){hint}"
         ) from error
-    return Job(task, length, identity, group["tasks"][task])
+    built = group["tasks"][task]
+    if built.OUTPUT_TYPE == "generate_until" and task not in IN_2024:
+        room = normalize_gen_kwargs(dict(built.config.generation_kwargs or {})).get("max_gen_toks", 256)
+        if room >= length:
+            raise CannotRunError(f"its answers have up to {room:,} tokens, which {length:,} do not hold")
+    return Job(task, length, identity, built)
