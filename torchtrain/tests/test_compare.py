@@ -203,8 +203,6 @@ def test_equal_scores_do_not_prove_two_runs_equal():
     assert high - mean == pytest.approx((alone[2] - alone[0]) / 2, rel=0.01)  # and no more than 1
 
 
-@pytest.mark.parametrize(
-    ("loss", "told"), [(0.0, "1.00"), (13.0, "442413.39"), (20.0, "4.9e+08"), (708.0, "3.0e+307"), (800.0, "inf")]
-)
-def test_a_perplexity_is_told_whatever_it_is(loss, told):
-    assert format_perplexity(loss) == told
+def test_a_perplexity_is_told_whatever_it_is():
+    told = [format_perplexity(loss) for loss in (0.0, 13.0, 20.0, 708.0, 800.0)]
+    assert told == ["1.00", "442413.39", "4.9e+08", "3.0e+307", "inf"]

@@ -33,13 +33,21 @@ LENGTH = 2 * POSITIONS
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory):
-    """HellaSwag alone, three short questions: what a model of 128 positions can be asked."""
+    """HellaSwag, three short questions, and a task that samples: what a model of 128 positions can be asked."""
     folder = tmp_path_factory.mktemp("suite")
     record = {"activity_label": "A", "ctx_a": "We count.", "ctx_b": "1 2", "endings": ["3 4", "b c", "x", "9 9 9"]}
     lines = [json.dumps(record | {"label": i, "ctx_b": f"{i} {i + 1}"}) + "\n" for i in range(3)]
     (folder / "hellaswag_val.jsonl").write_text("".join(lines))
+    data = json.dumps({"data_files": {"test": str(folder / "hellaswag_val.jsonl")}})
+    (folder / "drawn.yaml").write_text(
+        f"{{task: drawn, dataset_path: json, dataset_kwargs: {data}, output_type: generate_until, test_split: test, "
+        'doc_to_text: "{{ctx_b}}", doc_to_target: "", metric_list: [{metric: exact_match}], '
+        "generation_kwargs: {max_gen_toks: 4, until: [], do_sample: true, temperature: 1.5}}"
+    )
     tree = {
-        "tasks": ["hellaswag", "mmlu_anatomy"],
+        "tasks": ["hellaswag", "mmlu_anatomy", "drawn"],
+        "include_path": str(folder),
+        "batch_tokens": 1,
         "cache": str(folder / "cache"),
         "data": {"hellaswag": str(folder), "mmlu": str(folder)},
     }
@@ -144,7 +152,10 @@ def test_not_a_bit_of_the_training_changes(place, suite, measured, tmp_path, ove
     again = evaluate(
         [Checkpoint("x", 2, str(export))], load_suite(suite), [LENGTH], tmp_path / "o", say=lambda line: None
     )
-    assert again[0].answers == scores[0].answers
+    kept = {(of.checkpoint, of.task, of.length): of for of in found}
+    for task in ("hellaswag", "drawn"):
+        (alone,) = [of for of in again if of.task == task]
+        assert alone.answers == kept["step-00000002", task, LENGTH].answers
 
 
 def test_a_run_that_is_stopped_while_it_is_evaluated_goes_on(place, suite, measured, tmp_path, monkeypatch):
@@ -202,7 +213,7 @@ def test_a_fault_on_the_way_is_one_line_and_the_next_evaluation_tries_again(
     after = rng.capture()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     evaluation.measure(model, tokenizer, 2, lines.append, lambda: None)
-    assert {of.task for of in read_results(evaluation.out)} == {"hellaswag", "mmlu_anatomy"}
+    assert {of.task for of in read_results(evaluation.out)} == {"hellaswag", "mmlu_anatomy", "drawn"}
     assert not lines[-1].startswith("warning")
 
 

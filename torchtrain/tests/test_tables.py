@@ -30,14 +30,9 @@ def test_without_seeds_nothing_is_bold_and_a_line_says_what_the_interval_leaves_
     assert _bold(found) == []
     assert facts.keys() == {"a", "b"}
     by_title = {table.title: table for table in found}
-    for title in (
-        "Average of those that ran (1 of 13)",
-        "Tasks at 1,024 tokens",
-        "Perplexity by position at 1,024 tokens",
-    ):
-        assert any(
-            "They leave out how much another seed of the same method differs" in of for of in by_title[title].notes
-        )
+    assert len(by_title) == 3
+    for table in found:
+        assert any("They leave out how much another seed of the same method differs" in note for note in table.notes)
     assert _cell(found, "Average of those that ran (1 of 13)", "1K", "b - a").startswith("+33.3 [+")
     perplexity = by_title["Perplexity by position at 1,024 tokens"]
     assert (perplexity.head, [*dict(perplexity.rows)]) == (
@@ -165,15 +160,12 @@ def test_spread_is_over_steps_and_never_over_seeds(tmp_path):
 def test_any_other_task_has_a_row_and_one_without_samples_no_interval(tmp_path):
     bleu = task_result("wmt", [0.0], metric="bleu").model_copy(update={"answers": [], "values": {"bleu": 31.25}})
     (table,) = tables_of_run([task_result("arc_easy", [1.0, 1.0], metric="acc_norm"), bleu])
-    assert [(name, cells[0]) for name, cells in table.rows] == [
-        ("arc_easy", "100.0 [34.2, 100.0]"),
-        ("wmt", "31.250"),
-    ]
+    assert table.rows == [("arc_easy", ["100.0 [34.2, 100.0]"]), ("wmt", ["31.250"])]
     assert "Metrics: arc_easy acc_norm, wmt bleu." in table.notes
     save_results(tmp_path / "a", bleu)
     save_results(tmp_path / "b", bleu.model_copy(update={"values": {"bleu": 30.0}}))
     (table,) = compare([tmp_path / "a", tmp_path / "b"])[0]
-    assert [cell for cell in table.rows[0][1]] == ["31.250", "30.000", "-1.250"]
+    assert table.rows[0][1] == ["31.250", "30.000", "-1.250"]
 
 
 @pytest.mark.parametrize("losses", [[2.0, 2.2, 1.9], [2.0], [1.0, 9.0]])
