@@ -7,8 +7,10 @@ A family is judged on a tiny random model in float64, on two packed rows. Truth 
 given the mask rule as a 4D float mask, with a window of 3 tokens for the layers that have one. The reference is its
 sdpa, given the same mask. So what is allowed (`tolerance`) is what two implementations of transformers differ by. A
 family without sdpa (soft caps, sinks) is allowed what its eager attention errs in float32. So is a family with layers
-that carry a state, which round to float32 within; its truth is each document alone behind its row's anchor. Isolation
-is exact: no gradient reaches a token that may not be seen.
+that carry a state, each document alone behind its row's anchor: it has one implementation of these layers, and sdpa
+makes none of their roundings. They cast to float32 whatever they are given. So truth and candidate are computed
+`in_float64`, and neither has an error that the other may have by luck. Isolation is exact: no gradient reaches a token
+that may not be seen.
 
 Gradients are judged module by module, a layer's weight and bias as one array, which is what they are of [x, 1]. A key's
 bias without RoPE alone cannot be judged: it moves every score of a query alike, its gradient is zero, and what is left
@@ -30,6 +32,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -224,13 +227,19 @@ def packed_rows() -> dict[str, Tensor]:
 def find_fault(model: Any) -> str:
     """Compare logits and every gradient with transformers' own; return what differs, or nothing."""
     batch = packed_rows()
-    truth, judged_as = logits_and_gradients(model, "eager", batch), "float64"
     if model._supports_sdpa and not _carries_a_state(model):
+        judged_as, wide = "float64", contextlib.nullcontext()
+        truth = logits_and_gradients(model, "eager", batch)
         reference = logits_and_gradients(model, "sdpa", batch)
-    else:  # layers with a state round to float32 whatever they are given
-        reference, judged_as = logits_and_gradients(model.float(), "eager", batch), "float32"
+    else:
+        judged_as, wide = "float32", in_float64()
+        model.float().double()  # so that the reference has the same numbers
+        with wide:
+            truth = logits_and_gradients(model, "eager", batch)
+        reference = logits_and_gradients(model.float(), "eager", batch)
         model.double()
-    candidate = logits_and_gradients(model, "anchor", batch)
+    with wide:
+        candidate = logits_and_gradients(model, "anchor", batch)
     if truth.keys() != candidate.keys():
         return f"gradients of {sorted(truth.keys() ^ candidate.keys())[0]} in one of the two only"
     for name in truth:
@@ -275,6 +284,21 @@ def logits_and_gradients(
     states = {f"hidden.{number}": x.detach() for number, x in enumerate(layers)}
     flat = {module: torch.cat(parts) for module, parts in gradients.items()}
     return {**states, "logits": logits_BTV.detach(), **flat}
+
+
+class in_float64(TorchFunctionMode):  # noqa: N801
+    """Make every cast to float32 one to float64. Models cast softmax, norms and states to float32 whatever they are."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        given, named = [_widened(x) for x in args], {name: _widened(x) for name, x in (kwargs or {}).items()}
+        return function(*given, **named)
+
+
+def _widened(given: Any) -> Any:
+    return torch.float64 if given is torch.float32 else given
 
 
 def _carries_a_state(model: Any) -> bool:
