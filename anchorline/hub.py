@@ -75,7 +75,7 @@ def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[
             "the hub did not answer in time" if late else quoted_reason(str(error).partition("\n")[0] or type(error))
         )
     if (cached := _in_cache(source, patterns, wanted)) is None:
-        raise UserError(f"{looked}, and no id that can be reached: {reason}; give a folder, or another id")
+        raise UserError(f"{looked}, and the hub cannot be reached: {reason}; give the folder of a model, or smollm2")
     say(f"warning   {source}: {reason}; taken from the cache, {cached}")
     return cached
 

@@ -23,3 +23,7 @@ def main() -> list[float]:
         optimizer.zero_grad()
         losses.append(accelerator.reduce(total).item())
     return losses
+
+
+if __name__ == "__main__":
+    print(main())

@@ -22,4 +22,4 @@ def main() -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    print(main())

@@ -21,4 +21,4 @@ def main() -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    print(main())

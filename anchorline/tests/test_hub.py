@@ -34,8 +34,8 @@ def test_a_hub_that_never_answers(monkeypatch):
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{listening.getsockname()[1]}")
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
         assert refused("nobody/nothing") == (
-            "model.source 'nobody/nothing': no folder with a config.json here, and no id that can be reached: "
-            "the hub did not answer in time; give a folder, or another id"
+            "model.source 'nobody/nothing': no folder with a config.json here, and the hub cannot be reached: "
+            "the hub did not answer in time; give the folder of a model, or smollm2"
         )
 
 
@@ -74,4 +74,4 @@ def test_only_the_files_that_are_needed_are_downloaded_and_the_cache_is_used_lat
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", no_answer)
     assert hub.find_model("tiny/model", "model.source", ("*.json",), lines.append) == copy
     assert lines[-1].startswith("warning   tiny/model: the hub did not answer in time; taken from the cache, ")
-    assert "no id that can be reached" in refused("tiny/model")  # its weights are not in the cache
+    assert "the hub cannot be reached" in refused("tiny/model")  # its weights are not in the cache

@@ -53,7 +53,9 @@ def write_first_config(
     length = length or max(positions, min(2 * positions, _LENGTH))
     tokenizer = open_tokenizer(folder)
     check_tokenizer(tokenizer, own.vocab_size)
-    bytes_a_token = sum(len(t.encode()) for t in texts) / max(1, sum(len(tokenizer(t)["input_ids"]) for t in texts))
+    bytes_a_token = sum(len(t.encode()) for t in texts) / max(
+        1, sum(len(tokenizer(t, verbose=False)["input_ids"]) for t in texts)
+    )
     tokens = int(size / bytes_a_token)
     steps = max(1, min(_MOST_STEPS, round(0.95 * tokens / (length * _ROWS_A_STEP))))
     text = _yaml(section, model, out, length, positions, tokens, steps)

@@ -28,8 +28,11 @@ def init(
     Example: torchtrain init documents.jsonl HuggingFaceTB/SmolLM2-135M --out mine.yaml
     """
     with report_once():
+        from transformers.utils import logging
+
         from torchtrain.commands.first_config import write_first_config
 
+        logging.disable_progress_bar()
         write_first_config(data, model, out, length)
         typer.echo(f"config    {out}; next: torchtrain train {out}")
 

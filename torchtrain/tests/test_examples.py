@@ -1,23 +1,75 @@
 """The training examples run and learn."""
 
+import copy
 import re
 import runpy
 
 import datasets
 import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trl import SFTConfig, SFTTrainer
 
 import torchtrain
 from anchorline.errors import UserError
-from examples import train_with_accelerate, train_with_lora, train_with_sft, train_with_trainer
-from examples.tiny import tiny_llama, tiny_tokenizer
+from anchorline.tolerance import judge
+from examples import train_compiled, train_with_accelerate, train_with_lora, train_with_sft, train_with_trainer
+from examples.tiny import tiny_llama, tiny_rows, tiny_tokenizer
+from torchtrain.config import TrainConfig
+from torchtrain.training.step import accumulate, make_micro_batches
+from torchtrain.training.strategy import Replicated
 
 
-@pytest.mark.parametrize("example", [train_with_trainer, train_with_sft, train_with_lora, train_with_accelerate])
-def test_it_learns(example):
-    losses = example.main()
-    assert len(losses) == 8
+@pytest.mark.parametrize(
+    ("example", "clip", "given"),
+    [
+        (train_with_trainer, 1.0, {}),
+        (train_with_sft, 1.0, {}),
+        (train_with_lora, None, {}),
+        (train_with_lora, None, {"quantised": True}),
+        (train_with_accelerate, None, {}),
+        (train_compiled, None, {"backend": "aot_eager"}),
+    ],
+)
+def test_its_losses_are_those_of_our_trainer(monkeypatch, example, clip, given):
+    """Of our trainer's steps on the same batches, with the same settings of AdamW."""
+    if "quantised" in given:
+        pytest.importorskip("bitsandbytes")
+    models, batches, groups, attach = [], [], [], torchtrain.attach
+
+    def attach_watched(model):
+        models.append(copy.deepcopy(model))
+        attach(model).register_forward_pre_hook(note_batch, with_kwargs=True)
+        return model
+
+    def note_batch(model, args, batch):
+        if not torch.compiler.is_compiling():
+            batches.append({name: x for name, x in batch.items() if name.endswith(("_ids", "_labels"))})
+
+    monkeypatch.setattr(torchtrain, "attach", attach_watched)
+    with register_optimizer_step_pre_hook(lambda adamw, *_: groups.append(dict(adamw.param_groups[0]))):
+        losses = example.main(**given)
+    assert len(losses) == len(groups) == 8
     assert losses[-1] < losses[0]
+    batches = batches or [torchtrain.collate(list(tiny_rows()))] * 8
+    each, ours = len(batches) // 8, {}
+    for dtype in (torch.float32, torch.float64):
+        model, group, ours[dtype] = attach(copy.deepcopy(models[0]).to(dtype)), groups[0], []
+        strategy = Replicated(
+            model.get_base_model() if "lora" in example.__name__ else model,
+            TrainConfig(clip_norm=clip, betas=tuple(group["betas"]), epsilon=group["eps"]),
+        )
+        for own in strategy.optimizer.adamw.param_groups:
+            own["weight_decay"] = group["weight_decay"]  # norms decay, too, in a loop of one's own
+        for number, group in enumerate(groups):
+            rows = [b | {"domain_ids": b["input_ids"] * 0} for b in batches[number * each :][:each]]
+            made, sums = make_micro_batches(rows, ["all"]), []
+            accumulate(strategy, made, ["all"], 1024, lambda each_BT, _, sums=sums: sums.append(each_BT.sum()))
+            strategy.step(group["lr"])
+            # In the model's dtype, as transformers sums.
+            ours[dtype].append((sum(sums) / sum(len(batch.labels) for batch in made)).item())
+    verdict = judge(losses, ours[torch.float64], ours[torch.float32], "float32")
+    assert verdict.passed, verdict
 
 
 def test_strings_train(capsys):

