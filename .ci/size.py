@@ -20,9 +20,9 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of source": 42_200,
-    "lines of tests": 26_400,
-    "words of docs": 29_000,
+    "lines of source": 42_220,
+    "lines of tests": 26_460,
+    "words of docs": 29_060,
     "source files in a folder": 13,
     "settings without description": 0,
 }

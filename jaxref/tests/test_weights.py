@@ -128,7 +128,7 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"config.json: no such file or directory$"):
         load_hf(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(hf_config("llama")))
-    with pytest.raises(UserError, match=r"model.safetensors does not exist, nor model.safetensors.index.json"):
+    with pytest.raises(UserError, match=r"model.safetensors does not exist; neither does model.safetensors.index.json"):
         load_hf(tmp_path)
     index = {
         "weight_map": {"model.norm.weight": "half \ud800"}
