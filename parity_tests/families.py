@@ -408,9 +408,7 @@ Layers may have more than the rule:
 - **Layers with a state** (hybrids: Mamba, gated delta nets, short convolutions) begin each document in the state in
   which the anchor ends. This is our definition; without an anchor the state is reset. The layer's own forward runs on
   the anchor and one document, as often as there are documents, with the kernels that it has. Truth is each document
-  alone behind the anchor, by the family's own model. `use_cache` and Ulysses are refused. `attach` takes
-  Qwen3-Next, too; its row below is older. Its logits are right. One gradient of 8 numbers errs 1.08 times what
-  is allowed.
+  alone behind the anchor, by the family's own model. `use_cache` and Ulysses are refused.
 
 `parity run --model FOLDER` judges a checkpoint of such a family in the same way: every layer's output, the logits and,
 with `--stages forward,gradients`, the gradients.
