@@ -43,6 +43,7 @@ from anchorline.files import save
 from anchorline.tolerance import judge
 from torchtrain.attention import visible_BTT
 from torchtrain.attention.hf import KEEPS_ANCHOR
+from torchtrain.attention.masks import LAYER_TYPES
 from torchtrain.attention.recurrent import is_mixer
 from torchtrain.marks import ANCHOR, PADDING
 
@@ -53,6 +54,9 @@ _LARGEST = 20_000_000  # parameters: more are not a tiny model: its config has a
 
 # Sizes that a family ties to one another in a way of its own, or that its config leaves open.
 _LATENT = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4")
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_EXPERTS = {"num_key_value_heads": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+_ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16, "layer_types": ["linear_attention", "hybrid"] * 2}
 _OWN_SIZES: dict[str, dict[str, Any]] = {
     **{family: {"num_key_value_heads": 4} for family in (*_LATENT, "longcat_flash", "minicpm3", "youtu")},
     **{family: {"head_dim": 8} for family in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
@@ -60,56 +64,44 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     **{family: {"layer_types": ["conv", "full_attention"] * 2} for family in ("lfm2", "lfm2_moe")},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "granitemoehybrid": _LINEAR,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "xlstm": {"num_blocks": 4},
-    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "layer_types": ["linear_attention", "hybrid"] * 2},
-    "zamba2": {
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "layer_types": ["linear_attention", "hybrid"] * 2,
-    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "zaya": {"num_experts_per_tok": 1},
+    **{family: _LINEAR | _EXPERTS for family in ("bailing_hybrid", "kimi_linear")},
+    **dict.fromkeys(("zamba", "zamba2"), _ZAMBA),
 }
 
 # What families call their sizes. A name that a config lacks is left out.
-_SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "embedding_dim", "emb_dim", "dim"), 32),
-    **dict.fromkeys(("word_embed_proj_dim", "lru_width", "attention_hidden_size", "dim_model_base"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 48),
-    **dict.fromkeys(("n_inner", "dff", "dim_ff", "d_inner", "intermediate_size_mlp", "dense_intermediate_size"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 16),
-    **dict.fromkeys(("expert_ffn_hidden_size", "shared_experts_intermediate_size"), 16),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size", "hidden_size_per_layer_input"), 16),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "swa_num_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts", "zero_expert_num"), 1),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "attention_head_size", "attention_head_dim", "d_head", "dim_head"), 8),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim", "kv_channels"), 8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "gated_norm_rank", "laurel_rank"), 8),
-    **dict.fromkeys(("rotary_dim", "index_n_heads", "d_rel"), 4),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim", "mamba_d_state"), 8),
-    **dict.fromkeys(("n_mamba_heads", "mamba_headdim", "state_size", "ssm_state_size", "router_hidden_size"), 8),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
-    **dict.fromkeys(("pad_token_id", "bos_token_id"), 0),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), _VOCABULARY),
-    "sliding_window": _WINDOW,
-    "num_kv_shared_layers": 0,
-    "is_decoder": True,
-    "mamba_d_ssm": 64,
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 4),
-    **dict.fromkeys(("mamba_n_groups", "n_groups"), 2),
-    "eos_token_id": 1,
-    "initializer_range": 0.2,  # attention far from uniform: a wrong mask shows
+_NAMES: dict[Any, str] = {
+    4: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_attention_heads n_head n_heads "
+    "num_heads attention_heads decoder_attention_heads encoder_attention_heads swa_num_attention_heads num_experts "
+    "num_local_experts n_routed_experts moe_num_experts rotary_dim index_n_heads d_rel linear_num_key_heads "
+    "linear_num_value_heads linear_num_heads mamba_chunk_size chunk_size",
+    32: "hidden_size d_model n_embd embedding_size embedding_dim emb_dim dim word_embed_proj_dim lru_width "
+    "attention_hidden_size dim_model_base",
+    48: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size n_inner dff dim_ff d_inner "
+    "intermediate_size_mlp dense_intermediate_size",
+    16: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
+    "shared_experts_intermediate_size moe_shared_expert_intermediate_size hidden_size_per_layer_input",
+    2: "num_key_value_heads num_kv_heads swa_num_key_value_heads num_experts_per_tok moe_topk moe_k top_k_experts "
+    "mamba_n_groups n_groups",
+    1: "n_group topk_group num_expert_group n_shared_experts zero_expert_num eos_token_id",
+    8: "head_dim swa_head_dim attention_head_size attention_head_dim d_head dim_head qk_nope_head_dim qk_rope_head_dim "
+    "v_head_dim index_head_dim kv_channels q_lora_rank kv_lora_rank o_lora_rank gated_norm_rank laurel_rank "
+    "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_n_heads mamba_num_heads mamba_d_head "
+    "mamba_head_dim mamba_d_state n_mamba_heads mamba_headdim state_size ssm_state_size router_hidden_size",
+    64: "max_position_embeddings n_positions n_ctx max_seq_len context_length mamba_d_ssm",
+    0: "pad_token_id bos_token_id num_kv_shared_layers",
+    _VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
+    _WINDOW: "sliding_window",
+    0.2: "initializer_range",  # attention far from uniform: a wrong mask shows
 }
+_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()} | {"is_decoder": True}
 
 
 # Encoders, encoder-decoders and decoders of before 2023, which nobody extends; and heads of speech and music.
@@ -336,7 +328,7 @@ def rule_as_masks(batch: dict[str, Tensor], model: Any) -> dict[str, Any]:
         mask = torch.zeros(visible.shape, dtype=model.dtype, device=visible.device)
         return mask.masked_fill(~visible, torch.finfo(model.dtype).min)
 
-    by_kind = {"full_attention": mask(None), "sliding_attention": mask(window)}
+    by_kind = {kind: mask(None) for kind in LAYER_TYPES} | {"sliding_attention": mask(window)}
     masks = mask(window) if kinds is None else {kind: by_kind[kind] for kind in set(kinds)}
     return {**{name: x for name, x in batch.items() if name != "document_ids"}, "attention_mask": masks}
 
@@ -409,6 +401,7 @@ Layers may have more than the rule:
   which the anchor ends. This is our definition; without an anchor the state is reset. The layer's own forward runs on
   the anchor and one document, as often as there are documents, with the kernels that it has. Truth is each document
   alone behind the anchor, by the family's own model. `use_cache` and Ulysses are refused.
+- **Chunks** (Llama 4): a row that is longer than a chunk of attention is refused.
 
 `parity run --model FOLDER` judges a checkpoint of such a family in the same way: every layer's output, the logits and,
 with `--stages forward,gradients`, the gradients.

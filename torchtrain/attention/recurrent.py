@@ -34,7 +34,8 @@ MIXERS = frozenset(
     {
         *("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "JambaMambaMixer"),
         *("ZambaMambaMixer", "Zamba2MambaMixer", "OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet"),
-        *("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"),
+        *("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "KimiLinearDeltaAttention"),
+        *("BailingHybridDeltaAttention", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"),
     }
 )
 # Decoder layers that get `document_ids`, and the child to which they do not pass them.

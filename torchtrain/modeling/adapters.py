@@ -28,6 +28,7 @@ from torchtrain.modeling.parts import head_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MAMBA_2 = {"BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"}
 FOLDER = "adapter"  # in an exported model's
 _NAME = "default"  # PEFT's of a model's first adapter
 _BASE, _A, _B = ".base_layer.", f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight"
@@ -61,6 +62,13 @@ def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> Non
                 f"{model.config.model_type}; it has {', '.join(sorted(_ends(linear)))} (embedding, head and norms: "
                 "model.lora.also_train)"
             )
+    if fused := [
+        name for name in linear if any(_is_end(target, name) for target in targets) and _is_fused(model, name)
+    ]:
+        raise UserError(
+            f"model.lora.target_modules: mamba-ssm's kernel reads the weight of {fused[0]} and passes by its adapter; "
+            f"name others, such as [{', '.join(sorted(_ends(set(linear)) - {'out_proj'}))}]"
+        )
     _check_rank(lora.rank, {name: linear[name] for name in linear if any(_is_end(target, name) for target in targets)})
     owners = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
     also = _named_by(lora.also_train, owners, model)
@@ -194,6 +202,12 @@ def _has_adapter(module: Any) -> bool:
 
 def _base_of(module: Any) -> nn.Module:
     return module.base_layer
+
+
+def _is_fused(model: nn.Module, name: str) -> bool:
+    """Whether a layer is the last of a Mamba-2 mixer. In training the kernel of mamba-ssm computes the whole mixer."""
+    owner, _, end = name.rpartition(".")
+    return end == "out_proj" and type(model.get_submodule(owner)).__name__ in MAMBA_2
 
 
 def _attention(linear: Iterable[str]) -> list[str]:

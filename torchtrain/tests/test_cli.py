@@ -167,6 +167,8 @@ def test_no_tokenizer(call, tmp_path):
         ("llama", {"attention_dropout": 0.1}, "run.seed=3", "attention_dropout 0.1"),
         ("gemma2", {}, "model.attention=sdpa", "attention sdpa: does not cap logits"),
         ("gemma3_text", {}, "model.layer_chunk=16", "its Gemma3RMSNorm is another norm"),
+        ("granitemoehybrid", {}, "model.layer_chunk=16", "what follows attention is not one"),
+        ("granitemoehybrid", {}, "model.lora={}", "passes by its adapter; name others, such as [in_proj"),
         ("deepseek_v3", {}, "model.lora={}", "PEFT puts adapters on model.layers.1.mlp.experts"),
     ],
 )
