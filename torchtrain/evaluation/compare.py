@@ -6,9 +6,6 @@ the next runs of both would differ by more than the samples say.
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
-
-import numpy as np
 
 from anchorline.errors import UserError, quoted
 from torchtrain.evaluation.intervals import (
@@ -29,7 +26,7 @@ from torchtrain.evaluation.measured import (
     read_measured,
     ruler_averages,
 )
-from torchtrain.evaluation.published import UNSAID, UNSAID_OF_SPLITS, Publication, published_scores
+from torchtrain.evaluation.published import Publication, notes_of, published_scores
 from torchtrain.evaluation.results import Result
 from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, LONGBENCH_E_PARTS, benchmark_of
 from torchtrain.evaluation.tables import ScoreTable
@@ -39,8 +36,6 @@ ONE_SEED = (
     "One run of each: intervals are over samples alone. They leave out how much another seed of the same method "
     "differs, so nothing is bold. NAME=RUN,RUN compares seeds."
 )
-_Row = TypeVar("_Row")
-_Published = dict[str, dict[Column, tuple[float, int]]]  # by runs' names
 
 
 def tables_of_run(results: Iterable[Result]) -> list[ScoreTable]:
@@ -80,15 +75,18 @@ def _describe(run: Measured) -> str:
 
 
 def _tables(runs: list[Measured], published: Publication | None) -> list[ScoreTable]:
-    first, tables = runs[0], []
-    paper = {} if published is None else {run.name: published_scores(run, published) for run in runs}
+    first = runs[0]
+    tables: list[tuple[str, str, dict[str, Average]]] = []  # title, what its rows are, rows
     for title, by_length in ruler_averages(first).items():
-        rows = {format_length(length): average for length, average in by_length.items()}
-        tables.append(_score_table(title, "length", runs, rows, paper, published))
-    for length in sorted({length for _, length in first.asked}):
-        rows = _task_rows(first, length)
-        tables.append(_score_table(f"Tasks at {length:,} tokens", "task", runs, rows, paper, published))
-    return tables + [_perplexity_table(runs, length) for length in sorted(first.perplexity)]
+        tables.append((title, "length", {format_length(length): average for length, average in by_length.items()}))
+    for length in sorted({length for task, length in first.asked if task != "perplexity"}):
+        tables.append((f"Tasks at {length:,} tokens", "task", _task_rows(first, length)))
+    for key in sorted(key for key in first.tasks if key[0] == "perplexity"):
+        parts = dict.fromkeys(answer.part for answer in first.tasks[key][0].answers)
+        rows = {part: Average([key], part=part) for part in parts}
+        tables.append((f"Perplexity by position at {key[1]:,} tokens", "positions", rows))
+    paper = {} if published is None else {run.name: published_scores(run, published) for run in runs}
+    return [_table(*table, runs, paper, published) for table in tables]
 
 
 def _task_rows(run: Measured, length: int) -> dict[str, Average]:
@@ -97,10 +95,11 @@ def _task_rows(run: Measured, length: int) -> dict[str, Average]:
     for group, names in LONGBENCH.items():
         if keys := [key for name in names if (key := (f"longbench_{name}", length)) in run.asked]:
             rows[f"LongBench {group}, mean of {len(keys)}"] = Average(keys)
+    at_length = {key: results[0] for key, results in run.tasks.items() if key[1] == length and key[0] != "perplexity"}
     for part in LONGBENCH_E_PARTS:
-        if keys := [key for key, (first, *_) in run.tasks.items() if key[1] == length and first.scores(part)]:
+        if keys := [key for key, result in at_length.items() if result.scores(part)]:
             rows[f"LongBench-E {part}, mean of {len(keys)}"] = Average(keys, part=part)
-    asked = {task for task, n in run.asked if n == length}
+    asked = {task for task, n in run.asked if n == length and task != "perplexity"}
     benchmarks = dict.fromkeys(["ruler", "longbench", *sorted({benchmark_of(task) for task in asked})])
     for task in [task for name in benchmarks if name != "mmlu" for task in run.names(name) if task in asked]:
         rows[task] = Average([(task, length)], published=("ruler_tasks", length, task))
@@ -114,61 +113,31 @@ def _task_rows(run: Measured, length: int) -> dict[str, Average]:
 def _table(
     title: str,
     what: str,
-    runs: list[Measured],
-    rows: dict[str, _Row],
-    cells: Callable[[_Row], list[str]],
-    difference: Callable[[Measured, _Row], str],
-    more: dict[str, list[str]],
-    notes: list[str],
-) -> ScoreTable:
-    """Return a table with a column for each run (`cells` of a row), then one for each run's difference from the first,
-    then `more` columns that are not empty. `what` heads the rows' names.
-    """
-    each = [cells(row) for row in rows.values()]
-    columns = {run.name: [row[i] for row in each] for i, run in enumerate(runs)}
-    for run in runs[1:]:
-        columns[f"{run.name} - {runs[0].name}"] = [difference(run, row) for row in rows.values()]
-    columns |= {name: column for name, column in more.items() if any(column)}
-    body = [(name, [column[i] for column in columns.values()]) for i, name in enumerate(rows)]
-    return ScoreTable(title, [what, *columns], body, notes)
-
-
-def _score_table(
-    title: str,
-    what: str,
-    runs: list[Measured],
     rows: dict[str, Average],
-    paper: _Published,
+    runs: list[Measured],
+    paper: dict[str, dict[Column, tuple[float, int]]],
     published: Publication | None,
 ) -> ScoreTable:
-    def cell_of_paper(run: Measured, average: Average) -> str:
-        scores = paper.get(run.name, {})
-        if average.published not in scores or average.missing(run):
-            return ""
-        return "{:g} (table {})".format(*scores[average.published])
-
-    def difference(run: Measured, average: Average) -> str:
-        if average.missing(runs[0]):
-            return ""
-        a, b = average.scores(run), average.scores(runs[0])
-        if all(0 <= scores.min() <= scores.max() <= 1 for scores in (*a, *b)):
-            paired = _format(paired_interval(a, b), "{:+.1f} [{:+.1f}, {:+.1f}]", 100)
-        else:  # a metric that is not a share (perplexity, BLEU)
-            paired = f"{average.mean(run) - average.mean(runs[0]):+.3f}"
-        return paired + _format(_over_seeds(run, runs[0], average.mean), "; seeds [{1:+.1f}, {2:+.1f}]", 100)
-
-    columns = {f"{run.name}, published": [cell_of_paper(run, of) for of in rows.values()] for run in runs}
-    notes = _notes(runs, [*rows.values()])
-    shown = [run for run in runs if any(columns[f"{run.name}, published"])]
+    """Return a table with a column for each run, one for each difference from the first, and the paper's numbers."""
+    first, *others = runs
+    head = [what, *(run.name for run in runs), *(f"{run.name} - {first.name}" for run in others)]
+    body = {
+        name: [*_cells(runs, average), *(_format_difference(run, first, average) for run in others)]
+        for name, average in rows.items()
+    }
+    notes, shown = (_notes_of_losses if what == "positions" else _notes)(runs, [*rows.values()]), []
+    for run in runs:
+        known = paper.get(run.name, {})
+        found = {name: known.get(of.published) for name, of in rows.items() if of.published and not of.missing(run)}
+        if any(found.values()):
+            shown.append(run.results()[0].training)
+            head.append(f"{run.name}, published")
+            for name, cells in body.items():
+                number = found.get(name)
+                cells.append("" if number is None else "{:g} (table {})".format(*number))
     if shown and published is not None:
-        notes += [
-            f"Published: arXiv {published.arxiv}v{published.version}, by transcriptions, of the same model, data, "
-            "variant and length. It is in no mean and no interval.",
-            UNSAID,
-        ]
-        trainings = [next(iter(run.tasks.values()))[0].training for run in shown]
-        notes += [UNSAID_OF_SPLITS] * any(of is not None and "interleave" in of.variant for of in trainings)
-    return _table(title, what, runs, rows, lambda average: _cells(runs, average), difference, columns, notes)
+        notes += notes_of(published, shown)
+    return ScoreTable(title, head, [*body.items()], notes)
 
 
 def _cells(runs: list[Measured], average: Average) -> list[str]:
@@ -178,12 +147,12 @@ def _cells(runs: list[Measured], average: Average) -> list[str]:
     the signs of the differences agrees: the bootstrap knows too little of few samples.
     """
     cells = [_format_mean(run, average) for run in runs]
-    if len(runs) == 1 or average.missing(runs[0]):
+    if len(runs) == 1 or average.is_loss or average.missing(runs[0]):
         return cells
     best = max(range(len(runs)), key=lambda i: average.mean(runs[i]))
 
     def is_above(other: Measured) -> bool:
-        over_seeds = _over_seeds(runs[best], other, average.mean)
+        over_seeds = _over_seeds(runs[best], other, average)
         a, b = average.scores(runs[best]), average.scores(other)
         return over_seeds is not None and over_seeds[1] > 0 and paired_interval(a, b)[1] > 0 and sign_flip(a, b) < 0.05
 
@@ -195,23 +164,53 @@ def _cells(runs: list[Measured], average: Average) -> list[str]:
 def _format_mean(run: Measured, average: Average) -> str:
     if missing := average.missing(run):
         return "not run" if len(average.keys) == 1 else f"none: {len(missing)} did not run"
+    scores, spread = average.scores(run), average.spread(run)
+    if average.is_loss:
+        return _format(_of_documents(scores[0]), format_perplexity)
     if not any(result.answers for key in average.keys for result in run.tasks[key]):
         return f"{average.mean(run):.3f}"
-    scores, spread = average.scores(run), average.spread(run)
     interval = mean_interval(scores[0]) if len(scores) == 1 else interval_of(scores)
     deviation = "" if spread is None else f" ±{100 * spread:.1f}"
-    return _format(interval, f"{{:.1f}}{deviation} [{{:.1f}}, {{:.1f}}]", 100)
+    return _format(interval, lambda number: f"{100 * number:.1f}", deviation)
 
 
-def _format(interval: Interval | None, text: str, scale: float = 1) -> str:
-    return "" if interval is None else text.format(*(scale * number for number in interval))
+def _format_difference(run: Measured, first: Measured, average: Average) -> str:
+    """Return the difference of two runs paired by sample, and over seeds. One that is no share has no interval."""
+    if average.missing(first):
+        return ""
+    a, b = average.scores(run), average.scores(first)
+    show: Callable[[float], str] = "{:+.3f}".format
+    if average.is_loss:
+        interval = _of_documents(a[0] - b[0])
+    elif all(0 <= scores.min() <= scores.max() <= 1 for scores in (*a, *b)):
+        interval, show = paired_interval(a, b), lambda number: f"{100 * number:+.1f}"
+    else:  # perplexity, BLEU
+        interval = (average.mean(run) - average.mean(first),) * 3
+    seeds = _over_seeds(run, first, average)
+    return _format(interval, show) + ("" if seeds is None else f"; seeds [{show(seeds[1])}, {show(seeds[2])}]")
 
 
-def _over_seeds(run: Measured, other: Measured, mean: Callable[[Measured], float]) -> Interval | None:
+def _format(interval: Interval, show: Callable[[float], str], deviation: str = "") -> str:
+    mean, low, high = interval
+    return show(mean) + deviation + (f" [{show(low)}, {show(high)}]" if low < high else "")
+
+
+def _of_documents(losses: Sequence[float]) -> Interval:
+    """Return the mean over documents, with its interval if there are enough documents, or else without width."""
+    mean = float(sum(losses) / len(losses))
+    interval = student_interval(losses) if len(losses) >= _FEWEST_DOCUMENTS else None
+    return interval or (mean, mean, mean)
+
+
+def _over_seeds(run: Measured, other: Measured, average: Average) -> Interval | None:
     """Return the interval of a difference over seeds; None if seeds do not pair, or all differences are equal."""
-    if len(run.seeds) < 2 or len(run.seeds) != len(other.seeds):
+    if not _have_seeds([run, other]):
         return None
-    return student_interval([mean(a) - mean(b) for a, b in zip(run.seeds, other.seeds, strict=True)])
+    return student_interval([average.mean(a) - average.mean(b) for a, b in zip(run.seeds, other.seeds, strict=True)])
+
+
+def _have_seeds(runs: list[Measured]) -> bool:
+    return all(len(run.seeds) > 1 and len(run.seeds) == len(runs[0].seeds) for run in runs)
 
 
 def _notes(runs: list[Measured], averages: Sequence[Average]) -> list[str]:
@@ -236,39 +235,16 @@ def _notes(runs: list[Measured], averages: Sequence[Average]) -> list[str]:
     return notes + ([f"Not run: {'; '.join(sorted(why))}."] if why else [])
 
 
-def _have_seeds(runs: list[Measured]) -> bool:
-    return all(len(run.seeds) > 1 and len(run.seeds) == len(runs[0].seeds) for run in runs)
-
-
-def _perplexity_table(runs: list[Measured], length: int) -> ScoreTable:
-    first, example = runs[0], runs[0].perplexity[length][0]
-
-    def losses(run: Measured, bucket: int) -> np.ndarray:
-        """Return [documents]: the mean loss over checkpoints."""
-        return np.mean([result.buckets[bucket].losses for result in run.perplexity[length]], axis=0)
-
-    def cells(bucket: int) -> list[str]:
-        return [_format_documents(losses(run, bucket), format_perplexity) for run in runs]
-
-    def difference(run: Measured, bucket: int) -> str:
-        paired = _format_documents(losses(run, bucket) - losses(first, bucket), "{:+.3f}".format)
-        over_seeds = _over_seeds(run, first, lambda seed: float(losses(seed, bucket).mean()))
-        return paired + _format(over_seeds, "; seeds [{1:+.3f}, {2:+.3f}]")
-
-    count = len(example.buckets[0].losses)
-    interval = "in brackets 95 per cent intervals over documents (Student's, of the mean loss or difference)."
-    notes = [
-        f"Of {example.text}; each token with all tokens of the document before it. Differences are of the loss.",
-        f"n = {count} documents; {interval}"
-        if count >= _FEWEST_DOCUMENTS
-        else f"n = {count}: too few documents for an interval.",
+def _notes_of_losses(runs: list[Measured], averages: Sequence[Average]) -> list[str]:
+    result, count = runs[0].tasks[averages[0].keys[0]][0], len(averages[0].scores(runs[0])[0])
+    source = result.identity.get("source", {})
+    sources = [] if result.training is None else result.training.data.get("sources", [])
+    known = ", which the run was trained on" if any(source.items() <= dict(of).items() for of in sources) else ""
+    interval = "in brackets 95 per cent intervals over documents (Student's, of the mean loss or difference)"
+    few = count < _FEWEST_DOCUMENTS
+    return [
+        f"Of {result.identity.get('text')}{known}; each token with all tokens of the document before it. Differences "
+        "are of the loss.",
+        f"n = {count}: too few documents for an interval." if few else f"n = {count} documents; {interval}.",
         *[ONE_SEED] * (len(runs) > 1 and not _have_seeds(runs)),
     ]
-    rows = {f"{of.first:,} to {of.end - 1:,}": bucket for bucket, of in enumerate(example.buckets)}
-    return _table(f"Perplexity by position at {length:,} tokens", "positions", runs, rows, cells, difference, {}, notes)
-
-
-def _format_documents(losses: np.ndarray, number: Callable[[float], str]) -> str:
-    """Return the mean over documents, with its interval if there are enough documents."""
-    interval = student_interval(losses) if len(losses) >= _FEWEST_DOCUMENTS else None
-    return number(float(losses.mean())) if interval is None else "{} [{}, {}]".format(*map(number, interval))

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from anchorline import environment
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import expand
+from torchtrain.data.corpus import source_name
 from torchtrain.evaluation import results as kept
 from torchtrain.evaluation.intervals import format_perplexity, mean_interval
 from torchtrain.evaluation.perplexity import digest_of, long_documents, measure_perplexity
-from torchtrain.evaluation.results import Answer, Measurement, NotRun, PerplexityResult, TaskResult
+from torchtrain.evaluation.results import Answer, NotRun, TaskResult
 from torchtrain.evaluation.suite import IN_2024, Suite, benchmark_of, longbench_e_part, room_of
 from torchtrain.evaluation.tasks.index import Job, build_job, leaves
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, quiet_library
@@ -71,8 +74,12 @@ def make_job(task: str, length: int, materials: Materials, model: EvaluatedModel
     config = materials.suite.perplexity
     if task != "perplexity" or config is None:
         return build_job(task, length, materials, model.tokenizer, model.folder)
-    digest = digest_of(long_documents(config, model.tokenizer, length))
-    return Job(task, length, {"documents": digest, **config.model_dump(mode="json", exclude_defaults=True)})
+    identity = {
+        "documents": digest_of(long_documents(config, model.tokenizer, length)),
+        "text": source_name(config.source),
+        **config.model_dump(mode="json", exclude_defaults=True),
+    }
+    return Job(task, length, identity)
 
 
 def plan(
@@ -148,19 +155,18 @@ def measure(
         pulse()
         started = time.perf_counter()
         if job.built is not None:
-            kind, fields = TaskResult, {"task": job.task, **_run(lm, model, job, suite, log)}
+            fields = _run(lm, model, job, suite, log)
         else:
             assert loaded is not None
             assert suite.perplexity is not None
-            kind = PerplexityResult
-            fields = measure_perplexity(
-                loaded, model.tokenizer, suite.perplexity, job.length, checkpoint.training, pulse
-            )
-        result = kind(
+            fields = measure_perplexity(loaded, model.tokenizer, suite.perplexity, job.length, pulse)
+        result = TaskResult(
+            task=job.task,
             length=job.length,
             checkpoint=checkpoint.name,
             step=checkpoint.step,
             source=checkpoint.source,
+            training=checkpoint.training,
             settings=model.settings,
             identity=job.identity,
             device=device,
@@ -224,7 +230,6 @@ def _run(lm: Any, model: EvaluatedModel, job: Job, suite: Suite, log: Path | Non
         "metric": metric,
         "values": values,
         **{name: getattr(lm, name) if own else 0 for name in ("cut_prompts", "prompt_tokens", "computed_tokens")},
-        "training": model.checkpoint.training,
         "answers": [_answer(of, metric, job.task) for of in samples] if metric in of_samples else [],
     }
 
@@ -250,10 +255,10 @@ def _vllm(model: EvaluatedModel, suite: Suite, length: int) -> Any:
         raise UserError(f"backend vllm: {quoted_reason(error)}; mend vllm in the suite") from None
 
 
-def _format_result(result: Measurement) -> str:
-    if isinstance(result, PerplexityResult):
-        parts = (f"{format_perplexity(sum(of.losses) / len(of.losses))} below {of.end:,}" for of in result.buckets)
-        return ", ".join(parts) + f", {len(result.buckets[0].losses)} documents"
+def _format_result(result: TaskResult) -> str:
+    if result.task == "perplexity":
+        means = {part: float(np.mean(result.scores(part))) for part, _ in result.answered}
+        return ", ".join(f"{format_perplexity(loss)} at {part}" for part, loss in means.items())
     cut = f", {result.cut_prompts} prompts cut" if result.cut_prompts else ""
     if not result.answers:
         return f"{result.metric} {result.values[result.metric]:.3f}{cut}"

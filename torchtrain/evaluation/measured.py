@@ -12,22 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from anchorline.errors import UserError, quoted
-from torchtrain.evaluation.results import (
-    Measurement,
-    NotRun,
-    PerplexityResult,
-    Result,
-    TaskResult,
-    different_setting,
-    read_results,
-)
+from torchtrain.evaluation.results import NotRun, Result, TaskResult, different_setting, read_results
 from torchtrain.evaluation.suite import ELEVEN, IN_2024, LONGBENCH, TASKS, benchmark_of
 
 _ENDS = ("", "-evaluation", "-on-the-way")  # of a run's name: its folders of results; the first that holds any counts
 Key = tuple[str, int]  # task, length
 # Where the paper has a number: its kind, for ruler_tasks the tokens of a prompt, and its column: a length, or a task.
 Column = tuple[str, int | None, int | str]
-_ALIKE = ("samples", "dtype", "engine", "metric")  # what results must share to be compared
 
 
 @dataclass
@@ -36,7 +27,6 @@ class Measured:
 
     name: str
     tasks: dict[Key, list[TaskResult]] = field(default_factory=dict)
-    perplexity: dict[int, list[PerplexityResult]] = field(default_factory=dict)
     not_run: dict[Key, str] = field(default_factory=dict)
     seeds: "list[Measured]" = field(default_factory=list)  # the runs that this one is the mean of
 
@@ -45,24 +35,18 @@ class Measured:
         for result in results:
             if isinstance(result, NotRun):
                 self.not_run[result.task, result.length] = result.not_run
-            elif isinstance(result, PerplexityResult):
-                self.perplexity.setdefault(result.length, []).append(result)
             else:
                 self.tasks.setdefault((result.task, result.length), []).append(result)
         return self
 
     @property
     def asked(self) -> list[Key]:
-        """Every task and length that ran or could not run, perplexity aside."""
+        """Every task and length that ran or could not run."""
         return [*dict.fromkeys([*self.tasks, *self.not_run])]
 
-    def by_key(self) -> dict[Key, Sequence[Measurement]]:
-        """Return all results by task and length, perplexity included."""
-        return {**self.tasks, **{("perplexity", length): of for length, of in self.perplexity.items()}}
-
-    def results(self) -> list[Measurement]:
+    def results(self) -> list[TaskResult]:
         """Return all results."""
-        return [result for each in self.by_key().values() for result in each]
+        return [result for each in self.tasks.values() for result in each]
 
     def of_checkpoints(self, names: Sequence[str]) -> "Measured":
         """Return the results of some checkpoints."""
@@ -82,10 +66,6 @@ class Measured:
         places = {task: place for place, task in enumerate(order)}
         return sorted(asked, key=lambda task: (places.get(IN_2024.get(task, task), len(places)), task))
 
-    def scores(self, key: Key, part: str = "") -> np.ndarray:
-        """Return [samples]: the mean over checkpoints of each sample's score; of one part of them, if it is named."""
-        return np.mean([result.scores(part) for result in self.tasks[key]], axis=0)
-
 
 @dataclass(frozen=True)
 class Average:
@@ -100,13 +80,18 @@ class Average:
     part: str = ""
     published: Column | None = None
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether the number is a loss, which is shown as perplexity."""
+        return self.keys[0][0] == "perplexity"
+
     def missing(self, run: Measured) -> list[str]:
         """Return the tasks that did not run."""
         return [key[0] for key in self.keys if key not in run.tasks]
 
     def scores(self, run: Measured) -> list[np.ndarray]:
-        """Return the scores [samples] of each task; pooled: of all of them together."""
-        each = [run.scores(key, self.part) for key in self.keys]
+        """Return the scores [samples] of each task, means over checkpoints; pooled: of all of them together."""
+        each = [np.mean([result.scores(self.part) for result in run.tasks[key]], axis=0) for key in self.keys]
         return [np.concatenate(each)] if self.pooled else each
 
     def mean(self, run: Measured) -> float:
@@ -124,17 +109,18 @@ class Average:
 def ruler_averages(run: Measured) -> dict[str, dict[int, Average]]:
     """Return RULER's averages by title, then by the lengths at which all its tasks ran."""
     names = {IN_2024.get(task, task): task for task in run.names()}  # the run's own name of a task, by its name today
-    lengths = sorted({length for task, length in run.asked if benchmark_of(task) == "ruler"})
-    wanted = [
-        ("Average of the 13 tasks", "ruler_13", [*TASKS]),
-        ("Average of the paper's 11 tasks", "ruler_11", ELEVEN),
-    ]
-    known = [(*of, [names[task] for task in tasks]) for *of, tasks in wanted if names.keys() >= {*tasks}]
+    lengths = sorted({length for task, length in run.asked if task in run.names()})
+    wanted = {"Average of the 13 tasks": ("ruler_13", TASKS), "Average of the paper's 11 tasks": ("ruler_11", ELEVEN)}
+    known = {
+        title: (kind, [names[task] for task in tasks])
+        for title, (kind, tasks) in wanted.items()
+        if names.keys() >= {*tasks}
+    }
     ran = [task for task in run.names() if all((task, length) in run.tasks for length in lengths)]
     if ran and len(ran) < len(TASKS):
-        known.append((f"Average of those that ran ({len(ran)} of 13)", "", ran))
+        known[f"Average of those that ran ({len(ran)} of 13)"] = ("", ran)
     averages = {}
-    for title, kind, tasks in known:
+    for title, (kind, tasks) in known.items():
         each = {n: Average([(task, n) for task in tasks], published=(kind, None, n)) for n in lengths}
         if whole := {length: average for length, average in each.items() if not average.missing(run)}:
             averages[title] = whole
@@ -174,7 +160,7 @@ def _read_run(argument: str) -> Measured:
     name = folder.name.removesuffix(_ENDS[1]).removesuffix(_ENDS[2])
     for place in (folder.with_name(folder.name + end) for end in _ENDS):
         run = Measured(name).add(read_results(place))
-        if run.by_key() or run.not_run:
+        if run.asked:
             _check_run(run, place)
             return run
     raise UserError(f"{quoted(argument)}: holds no results; first: torchtrain evaluate {argument}")
@@ -191,7 +177,7 @@ def _check_run(run: Measured, place: Path) -> None:
     checkpoints = [run.of_checkpoints([name]) for name in run.checkpoint_names]
     for name, checkpoint in zip(run.checkpoint_names, checkpoints, strict=True):
         checkpoint.name = str(place / name)
-        first, *others = checkpoint.results()
+        first, *others = sorted(checkpoint.results(), key=lambda result: result.task == "perplexity")
         for result in others:
             if setting := different_setting(result, first.settings):
                 raise UserError(
@@ -212,8 +198,7 @@ def check_alike(a: Measured, b: Measured, *more: str) -> None:
         UserError: they differ; the message says in what.
     """
     who = f"{quoted(a.name)} and {quoted(b.name)} were not measured alike"
-    ours, theirs = a.by_key(), b.by_key()
-    if alone := sorted(ours.keys() ^ theirs.keys()):
+    if alone := sorted(a.tasks.keys() ^ b.tasks.keys()):
         task, length = alone[0]
         raise UserError(f"{who}: {task} at {length:,} is in one alone; evaluate both, or remove the other's")
     if len(a.checkpoint_names) != len(b.checkpoint_names):
@@ -221,17 +206,15 @@ def check_alike(a: Measured, b: Measured, *more: str) -> None:
             f"{who}: one has {len(a.checkpoint_names)} checkpoints, the other {len(b.checkpoint_names)}, and means "
             "over different numbers of them are no pair; give --last"
         )
-    for (task, length), (first, *_) in ours.items():
-        second = theirs[task, length][0]
-        for name in (*_ALIKE, *more):
+    for (task, length), (first, *_) in a.tasks.items():
+        second = b.tasks[task, length][0]
+        for name in ("samples", "dtype", "engine", "metric", "answered", *more):
             one, other = (getattr(of, name, getattr(of.settings, name, None)) for of in (first, second))
             if one != other:
                 raise UserError(
                     f"{who}: {task} at {length:,} has other {name} ({quoted(one, 20)} and {quoted(other, 20)}); "
                     "evaluate both with one suite and one tokenizer"
                 )
-        if first.parts != second.parts:
-            raise UserError(f"{who}: {task} at {length:,} has other samples, though it says the same")
 
 
 def format_length(length: int) -> str:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from anchorline.errors import UserError, quoted
-from torchtrain.data.corpus import Document, read, source_name
-from torchtrain.evaluation.results import Bucket, Training
+from torchtrain.data.corpus import Document, read
+from torchtrain.evaluation.results import Answer
 from torchtrain.evaluation.suite import PerplexityConfig
 from torchtrain.modeling.placement import input_device
 
@@ -62,11 +62,12 @@ def digest_of(documents: Sequence[Sequence[int]]) -> str:
 
 
 def buckets(length: int) -> list[tuple[int, int]]:
-    """Return [first, end) of positions: the first 256, then each as many as all before."""
+    """Return [first, end) of positions: the first 256, then each as many as all before; last all of them."""
     ends = [_FIRST_BUCKET]
     while ends[-1] < length:
         ends.append(2 * ends[-1])
-    return list(zip([1, *ends[:-1]], [*ends[:-1], length], strict=True))
+    parts = zip([1, *ends[:-1]], [*ends[:-1], length], strict=True)
+    return [*dict.fromkeys([*parts, (1, length)])]
 
 
 @torch.inference_mode()
@@ -98,42 +99,35 @@ def token_losses(logits_tV: Tensor, targets_t: Tensor) -> Tensor:
     return (logits_tV.logsumexp(-1) - logits_tV.gather(-1, targets_t[:, None])[:, 0]).cpu()
 
 
-def bucket_means(losses: Tensor, length: int) -> list[float]:
-    """Return the mean loss of each bucket; `losses` [T - 1] are of the tokens from the second."""
-    return [float(losses[first - 1 : end - 1].double().mean()) for first, end in buckets(length)]
-
-
 def measure_perplexity(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerFast",
     config: PerplexityConfig,
     length: int,
-    training: Training | None,
     pulse: Callable[[], None],
 ) -> dict[str, Any]:
-    """Return the fields of a PerplexityResult: the losses of a model by position.
+    """Return the fields of a TaskResult: the losses of a model by document and position.
 
     Args:
         model, tokenizer: what is measured.
         config: the documents.
         length: tokens of each document.
-        training: of the model, if it is known: the result says whether the model was trained on the source.
         pulse: called after each document.
 
     Raises:
         UserError: its logits are not finite.
     """
-    documents = long_documents(config, tokenizer, length)
-    losses = []
-    for ids in documents:
-        losses.append(bucket_means(document_losses(model, ids), length))
+    documents, answers = long_documents(config, tokenizer, length), []
+    for index, ids in enumerate(documents):
+        losses = document_losses(model, ids).double()  # of the tokens from the second
+        for first, end in buckets(length):
+            part, mean = f"{first:,} to {end - 1:,}", float(losses[first - 1 : end - 1].mean())
+            answers.append(Answer(index=index, prediction="", score=mean, part=part))
         pulse()
-    wanted = config.source.model_dump(mode="json", exclude_defaults=True)
-    sources = training.data.get("sources", []) if training is not None else []
-    known = ", which the run was trained on" if any(wanted.items() <= dict(of).items() for of in sources) else ""
-    edges = enumerate(buckets(length))
+    whole = [answer.score for answer in answers if answer.part == answers[-1].part]
     return {
         "samples": digest_of(documents),
-        "text": source_name(config.source) + known,
-        "buckets": [Bucket(first=a, end=b, losses=[of[i] for of in losses]) for i, (a, b) in edges],
+        "metric": "loss",
+        "values": {"loss": sum(whole) / len(whole)},
+        "answers": answers,
     }

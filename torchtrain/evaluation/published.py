@@ -16,11 +16,11 @@ from torchtrain.evaluation.results import Training
 from torchtrain.evaluation.suite import IN_2024
 
 PLACE = Path("configs/paper/results.yaml")
-UNSAID = (
+_UNSAID = (
     "The paper does not say how many samples RULER's scores have, which haystack (RULER's own are essays), nor which "
     "of HellaSwag's two scores it gives."
 )
-UNSAID_OF_SPLITS = (
+_UNSAID_OF_SPLITS = (
     "The paper says that interleaved chunks are cut at random points. The authors' code cuts by another rule "
     "(pack.split: authors), cuts the row instead of the document, and never turns it on. What made these rows is "
     "unknown."
@@ -105,6 +105,16 @@ class Publication(Section):
         if other_split or not all(step is not None and first <= step <= last for step in steps):
             return []
         return next((row for name, row in table.rows.items() if {*name.split("+")} == variant), [])
+
+
+def notes_of(published: Publication, trainings: list[Training | None]) -> list[str]:
+    """Return what a table says below published numbers that stand next to runs of these trainings."""
+    notes = [
+        f"Published: arXiv {published.arxiv}v{published.version}, by transcriptions, of the same model, data, variant "
+        "and length. It is in no mean and no interval.",
+        _UNSAID,
+    ]
+    return notes + [_UNSAID_OF_SPLITS] * any(of is not None and "interleave" in of.variant for of in trainings)
 
 
 def load_published(path: Path = PLACE) -> Publication:

@@ -5,9 +5,9 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import entry_of, read_file, replace_file
@@ -25,7 +25,7 @@ class Answer(_Strict):
     index: int
     prediction: str
     score: float
-    part: str = ""  # of LongBench-E: the length of its context
+    part: str = ""  # of LongBench-E: the length of its context; of perplexity: positions
 
 
 class Settings(_Strict):
@@ -50,21 +50,27 @@ class Training(_Strict):
     data: dict[str, Any]  # sources and mixture; {} if they are not known
 
 
-class NotRun(_Strict):
-    """A task that could not run."""
-
+class _Kept(_Strict):
     format: Literal[2] = 2
     task: str
     length: int
     checkpoint: str
+
+
+class NotRun(_Kept):
+    """A task that could not run."""
+
     not_run: str
 
 
-class _Result(_Strict):
-    format: Literal[2] = 2
-    task: str
-    length: int
-    checkpoint: str
+class TaskResult(_Kept):
+    """One task at one length of one checkpoint.
+
+    `metric` names the score of `answers`; `values` are all of lm-eval's numbers for the task. A task whose metric is
+    not a mean over samples (perplexity of a corpus, BLEU) has no answers. Perplexity by position has an answer for each
+    document and range of positions, whose score is the mean loss in nats.
+    """
+
     step: int | None
     source: str
     settings: Settings
@@ -74,27 +80,18 @@ class _Result(_Strict):
     seconds: float
     versions: dict[str, str]
     created: str
-
-
-class TaskResult(_Result):
-    """One task at one length of one checkpoint.
-
-    `metric` names the score of `answers`; `values` are all of lm-eval's numbers for the task. A task whose metric is
-    not a mean over samples (perplexity of a corpus, BLEU) has no answers.
-    """
-
     metric: str
     values: dict[str, float]
-    cut_prompts: int  # that were longer than the length allows
-    prompt_tokens: int
-    computed_tokens: int
+    cut_prompts: int = 0  # that were longer than the length allows
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
     training: Training | None = None  # None: a model as it was published
     answers: list[Answer]
 
     @property
-    def parts(self) -> list[int]:
-        """The numbers of the samples, ascending."""
-        return sorted(answer.index for answer in self.answers)
+    def answered(self) -> list[tuple[str, int]]:
+        """The part and number of each sample, ascending."""
+        return sorted((answer.part, answer.index) for answer in self.answers)
 
     def scores(self, part: str = "") -> list[float]:
         """Return the score of each sample by its number, of one part of them if it is named; the one number of a task
@@ -105,29 +102,7 @@ class TaskResult(_Result):
         return scores if part or scores else [self.values[self.metric]]
 
 
-class Bucket(_Strict):
-    """Positions [first, end), and the mean loss there of each document, in nats."""
-
-    first: int
-    end: int
-    losses: Annotated[list[float], Field(min_length=1)]
-
-
-class PerplexityResult(_Result):
-    """Losses on long documents at one length of one checkpoint."""
-
-    task: Literal["perplexity"] = "perplexity"
-    text: str
-    buckets: list[Bucket]
-
-    @property
-    def parts(self) -> list[tuple[int, int, int]]:
-        """The first position, the end and the number of documents of each bucket."""
-        return [(bucket.first, bucket.end, len(bucket.losses)) for bucket in self.buckets]
-
-
-Measurement = TaskResult | PerplexityResult
-Result = TaskResult | PerplexityResult | NotRun
+Result = TaskResult | NotRun
 _RESULT: TypeAdapter[Result] = TypeAdapter(Result)
 
 
@@ -180,10 +155,10 @@ def read_results(out: Path) -> Iterator[Result]:
     yield from (read_result(path) for path in sorted(out.glob("*/*-[0-9]*.json")))
 
 
-def different_setting(result: Measurement, settings: Settings) -> str:
+def different_setting(result: TaskResult, settings: Settings) -> str:
     """Return the name of a setting in which a result differs from the others of its checkpoint; "" if in none.
 
     Perplexity depends on neither anchor nor engine.
     """
-    names = ("weights", "dtype", "engine", "anchor") if isinstance(result, TaskResult) else ("weights", "dtype")
+    names = ("weights", "dtype") if result.task == "perplexity" else ("weights", "dtype", "engine", "anchor")
     return next((name for name in names if getattr(result.settings, name) != getattr(settings, name)), "")

@@ -156,10 +156,11 @@ def figures_of(runs: Sequence[Measured]) -> list[ScoreFigure]:
             lines = {name: [_score(at, average, step) for step, at in of] for name, of in steps.items()}
             note = f"Each checkpoint alone, at {length:,} tokens. {_BARS}"
             add("score-by-step", "RULER against the training step", note, "training step", lines)
-    if first.perplexity and moves:
-        length = max(first.perplexity)
-        lines = {name: [_perplexity(at, length, step) for step, at in of] for name, of in steps.items()}
-        note = f"Of all positions up to {length:,}. {_BARS}"
+    if moves and (lengths := [length for task, length in first.tasks if task == "perplexity"]):
+        key = ("perplexity", max(lengths))
+        whole = Average([key], part=f"1 to {key[1] - 1:,}")
+        lines = {name: [_perplexity(at, whole, step) for step, at in of] for name, of in steps.items()}
+        note = f"Of all positions up to {key[1]:,}. {_BARS}"
         add("perplexity-by-step", "Perplexity against the training step", note, "training step", lines)
     return figures
 
@@ -181,10 +182,8 @@ def _score(run: Measured, average: Average, x: float) -> _Point:
     return x, 100 * mean, 100 * low, 100 * high
 
 
-def _perplexity(run: Measured, length: int, x: float) -> _Point:
-    results = run.perplexity[length]
-    widths = [bucket.end - bucket.first for bucket in results[0].buckets]
-    losses = np.average([[bucket.losses for bucket in of.buckets] for of in results], axis=1, weights=widths).mean(0)
+def _perplexity(run: Measured, average: Average, x: float) -> _Point:
+    (losses,) = average.scores(run)
     interval = student_interval(losses) or (float(losses.mean()),) * 3
     mean, low, high = (math.exp(min(loss, MOST_EXPONENT)) for loss in interval)
     return x, mean, low, high

@@ -1,6 +1,6 @@
 """Results of made-up numbers, for tests of what is made from them."""
 
-from torchtrain.evaluation.results import Answer, Bucket, PerplexityResult, Settings, TaskResult, save_result
+from torchtrain.evaluation.results import Answer, Settings, TaskResult, save_result
 
 
 def settings_of(**more) -> Settings:
@@ -31,14 +31,17 @@ def save_results(folder, *results):
         save_result(folder, result)
 
 
-def perplexity_result(shift=0.0, samples="d", losses=((2.0, 2.1, 2.2), (1.9, 2.0, 2.3)), **more) -> PerplexityResult:
-    edges = [(1, 256), (256, 1024)]
-    return PerplexityResult(
-        **_facts(samples, **({"step": None, "identity": {}} | more)),
-        text="speeches",
-        buckets=[
-            Bucket(first=a, end=b, losses=[of + shift for of in each])
-            for (a, b), each in zip(edges, losses, strict=True)
+def perplexity_result(shift=0.0, samples="d", losses=((2.0, 2.1, 2.2), (1.9, 2.0, 2.3)), **more) -> TaskResult:
+    parts = zip(("1 to 255", "256 to 1,023", "1 to 1,023"), (*losses, losses[-1]), strict=True)
+    return TaskResult(
+        **_facts(samples, **({"step": None, "identity": {"text": "speeches"}} | more)),
+        task="perplexity",
+        metric="loss",
+        values={"loss": losses[-1][0]},
+        answers=[
+            Answer(index=i, prediction="", score=loss + shift, part=part)
+            for part, each in parts
+            for i, loss in enumerate(each)
         ],
     )
 

@@ -20,6 +20,7 @@ from torchtrain.evaluation.intervals import (
     sign_flip,
     student_interval,
 )
+from torchtrain.evaluation.measured import Average
 from torchtrain.tests.measured_results import perplexity_result, save_results, save_seeds, settings_of, task_result
 
 AT = {"checkpoint": "step-1"}
@@ -59,7 +60,7 @@ def test_results_of_a_run_that_do_not_belong_together_are_refused(tmp_path, resu
         ([task_result(length=2048)], "'a' and 'b' were not measured alike: fwe at 1,024 is in one alone"),
         ([task_result(metric="acc")], "'a' and 'b' were not measured alike: fwe at 1,024 has other metric"),
         ([task_result("cwe")], "'a' and 'b' were not measured alike: cwe at 1,024 is in one alone"),
-        ([task_result(scores=[1.0])], "fwe at 1,024 has other samples, though it says the same"),
+        ([task_result(scores=[1.0])], "fwe at 1,024 has other answered"),
         ([task_result(), task_result(**AT)], "one has 1 checkpoints, the other 2, .*; give --last"),
     ],
 )
@@ -108,7 +109,7 @@ def test_what_was_measured_on_the_way_is_taken_where_nothing_was_measured_afterw
         compare([tmp_path / "a"])
     save_results(tmp_path / "a-evaluation", task_result(scores=[1.0]), task_result(scores=[1.0], **AT))
     (run,) = compare([tmp_path / "a"])[2]
-    assert (run.name, len(run.checkpoint_names), run.scores(("fwe", 1024)).tolist()) == ("a", 2, [1.0])
+    assert (run.name, len(run.checkpoint_names), Average([("fwe", 1024)]).mean(run)) == ("a", 2, 1.0)
 
 
 @pytest.mark.parametrize(
