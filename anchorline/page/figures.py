@@ -1,6 +1,8 @@
 """One look for all figures: matplotlib's settings, and how a page includes a drawing."""
 
 import base64
+import io
+from collections.abc import Callable
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -28,6 +30,25 @@ def figure_style(name: str) -> dict[Any, Any]:
         "axes.spines.right": False,
         "text.parse_math": False,
     }
+
+
+def draw_svg(name: str, put: Callable[[Any], None], size: tuple[float, float] = (6.4, 3.4)) -> str:
+    """Return a drawing as SVG in the look of all figures.
+
+    Args:
+        name: of the figure, as `figure_style` takes it.
+        put: draws on a figure of matplotlib.
+        size: inches.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    drawn = io.StringIO()
+    with matplotlib.rc_context(figure_style(name)):
+        canvas = Figure(figsize=size, layout="constrained")
+        put(canvas)
+        canvas.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return drawn.getvalue()
 
 
 def inline(drawn: str, label: str) -> Markup:

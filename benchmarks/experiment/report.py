@@ -1,16 +1,13 @@
 """The tables and the figure of an experiment, made of the runs that have been measured."""
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from anchorline.files import save
 from anchorline.marked import MarkedPlace, read_marked
-from anchorline.page import figure_style
-from anchorline.page.figures import SERIES
+from anchorline.page.figures import SERIES, draw_svg
 from benchmarks.experiment.effects import (
     CONTROL,
     MARGIN,
@@ -131,10 +128,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _draw(experiment: TrainingExperiment, measured: Measured) -> str:
     """Draw recall by distance with intervals: a panel for each arithmetic, a line for each mask."""
-    drawn, distances = io.StringIO(), sorted(experiment.measure.distances)
+    distances = sorted(experiment.measure.distances)
     variants = list(dict.fromkeys(variant for of in experiment.cells.values() for variant in of))
-    with matplotlib.rc_context(figure_style("experiment")):
-        canvas = Figure(figsize=(8.4, 3.0), layout="constrained")
+
+    def put(canvas: Figure) -> None:
         panels = canvas.subplots(1, len(experiment.cells), sharey=True, squeeze=False)[0]
         for axes, arithmetic in zip(panels, experiment.cells, strict=True):
             for cell in _cells(experiment, measured):
@@ -155,5 +152,5 @@ def _draw(experiment: TrainingExperiment, measured: Measured) -> str:
             lines = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels)
             named = {label: line for panel in lines for line, label in panel}
             canvas.legend(named.values(), named.keys(), loc="outside lower center", ncols=len(named), fontsize=7)
-        canvas.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return drawn.getvalue()
+
+    return draw_svg("experiment", put, (8.4, 3.0))

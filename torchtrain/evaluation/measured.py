@@ -53,6 +53,10 @@ class Measured:
         own = (result for result in self.results() if result.checkpoint in names)
         return Measured(self.name, not_run=self.not_run).add(own)
 
+    def of_step(self, step: int) -> "Measured":
+        """Return the results of a step; of several seeds those of all."""
+        return self.of_checkpoints([result.checkpoint for result in self.results() if result.step == step])
+
     @property
     def checkpoint_names(self) -> list[str]:
         """The checkpoints by step. One whose step is not known is the trained model, and the last."""

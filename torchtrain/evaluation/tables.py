@@ -1,21 +1,17 @@
 """Tables as rich prints them, and as Markdown and LaTeX; and figures."""
 
-import io
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure as Canvas
 
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import save
 from anchorline.marked import MarkedPlace, read_marked
-from anchorline.page import figure_style
-from anchorline.page.figures import SERIES
+from anchorline.page.figures import SERIES, draw_svg
 from torchtrain.evaluation.intervals import MOST_EXPONENT, interval_of, student_interval
 from torchtrain.evaluation.measured import Average, Measured, format_length, ruler_averages
 
@@ -24,8 +20,7 @@ _LATEX = str.maketrans({c: f"\\{c}" for c in "#$%&_{}"} | {"~": r"\textasciitild
 _BARS = "Bars are 95 per cent intervals of each run alone; the tables have those of the differences."
 
 
-@dataclass(frozen=True)
-class ScoreTable:
+class ScoreTable(NamedTuple):
     """A table: its title, the heads of its columns, rows of cells by name, and what is said below it.
 
     A cell is bold (`**26.0**`) where a difference was shown.
@@ -67,17 +62,12 @@ def print_tables(tables: Sequence[ScoreTable]) -> None:
 def write_tables(
     tables: Sequence[ScoreTable], facts: Mapping[str, str], folder: Path, figures: Sequence[ScoreFigure] = ()
 ) -> None:
-    """Write results.md, results.tex, and an SVG for each figure.
-
-    Args:
-        tables, figures: what is written.
-        facts: a line about each run.
-        folder: is made if it is not there.
+    """Write results.md, results.tex and an SVG for each figure into a folder. `facts`: a line about each run.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    texts = {"results.md": _as_markdown(tables, facts), "results.tex": "\n".join(map(latex, tables))}
+    texts = {"results.md": _as_markdown(tables, facts), "results.tex": "\n".join(map(_as_latex, tables))}
     texts |= {f"{figure.name}.svg": figure.svg for figure in figures}
     _save("--out", {folder / name: text for name, text in texts.items()})
 
@@ -106,27 +96,23 @@ def _save(option: str, texts: Mapping[Path, str]) -> None:
 
 
 def _as_markdown(tables: Sequence[ScoreTable], facts: Mapping[str, str]) -> str:
-    said = "\n".join(f"- {name}: {what}" for name, what in facts.items())
-    return "\n".join(map(markdown, tables)) + f"\n{said}\n"
+    lines = []
+    for table in tables:
+        rows = [table.head, ["---"] * len(table.head), *([name, *cells] for name, cells in table.rows)]
+        cells = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        lines += [f"## {table.title}", "", *cells, "", *(f"{note}\n" for note in table.notes)]
+    return "\n".join([*lines, *(f"- {name}: {what}" for name, what in facts.items()), ""])
 
 
-def markdown(table: ScoreTable) -> str:
-    """Return a table as Markdown."""
-    rows = [table.head, ["---"] * len(table.head), *([name, *cells] for name, cells in table.rows)]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join([f"## {table.title}", "", *lines, "", *(f"{note}\n" for note in table.notes)])
-
-
-def latex(table: ScoreTable) -> str:
+def _as_latex(table: ScoreTable) -> str:
     """Return a table as LaTeX, for the package booktabs."""
 
     def cell(text: str) -> str:
         plain = text.strip("*").translate(_LATEX)
         return rf"\textbf{{{plain}}}" if text.startswith("**") else plain
 
-    head, *body = [
-        " & ".join(map(cell, row)) + r" \\" for row in (table.head, *([name, *cells] for name, cells in table.rows))
-    ]
+    rows = (table.head, *([name, *cells] for name, cells in table.rows))
+    head, *body = [" & ".join(map(cell, row)) + r" \\" for row in rows]
     caption = " ".join([f"{table.title}.", *table.notes]).translate(_LATEX)
     begin = rf"\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}"
     lines = [r"\begin{table}", rf"\caption{{{caption}}}", begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
@@ -139,84 +125,52 @@ def figures_of(runs: Sequence[Measured]) -> list[ScoreFigure]:
     Args:
         runs: measured alike, as `compare` returns them.
     """
-    figures, first = [], runs[0]
-    steps = {run.name: _by_step(run) for run in runs}
-    moves = any(len(of) > 1 for of in steps.values())
+    figures = []
+    by_step = [(run, step) for run in runs for step in sorted({of.step for of in run.results()} - {None})]
+    moves = len(by_step) > len({run.name for run, _ in by_step})
 
-    def add(name: str, title: str, note: str, across: str, lines: dict[str, list[_Point]]) -> None:
-        figures.append(ScoreFigure(name, title, note, _draw(name, lines, across, name.partition("-")[0])))
+    def add(name: str, title: str, note: str, across: str, points: list[tuple[str, float, Measured, Average]]) -> None:
+        svg = draw_svg(f"evaluation-{name}", partial(_draw, points, across, name.partition("-")[0]))
+        figures.append(ScoreFigure(name, title, f"{note}{_BARS}", svg))
 
-    if averages := ruler_averages(first):
-        title, by_length = next(iter(averages.items()))
+    def add_by_step(name: str, title: str, note: str, average: Average) -> None:
+        points = [(run.name, step, run.of_step(step), average) for run, step in by_step]
+        add(f"{name}-by-step", f"{title} against the training step", note, "training step", points)
+
+    for title, by_length in [*ruler_averages(runs[0]).items()][:1]:
         if len(by_length) > 1:
-            lines = {run.name: [_score(run, of, length) for length, of in by_length.items()] for run in runs}
-            add("score-by-length", f"RULER by length: {title.lower()}", _BARS, "tokens", lines)
+            points = [(run.name, length, run, average) for run in runs for length, average in by_length.items()]
+            add("score-by-length", f"RULER by length: {title.lower()}", "", "tokens", points)
         if moves:
-            length, average = [*by_length.items()][-1]
-            lines = {name: [_score(at, average, step) for step, at in of] for name, of in steps.items()}
-            note = f"Each checkpoint alone, at {length:,} tokens. {_BARS}"
-            add("score-by-step", "RULER against the training step", note, "training step", lines)
-    if moves and (lengths := [length for task, length in first.tasks if task == "perplexity"]):
-        key = ("perplexity", max(lengths))
-        whole = Average([key], part=f"1 to {key[1] - 1:,}")
-        lines = {name: [_perplexity(at, whole, step) for step, at in of] for name, of in steps.items()}
-        note = f"Of all positions up to {key[1]:,}. {_BARS}"
-        add("perplexity-by-step", "Perplexity against the training step", note, "training step", lines)
+            length = max(by_length)
+            add_by_step("score", "RULER", f"Each checkpoint alone, at {length:,} tokens. ", by_length[length])
+    if moves and (lengths := [length for task, length in runs[0].tasks if task == "perplexity"]):
+        whole = Average([("perplexity", max(lengths))], part=f"1 to {max(lengths) - 1:,}")
+        add_by_step("perplexity", "Perplexity", f"Of all positions up to {max(lengths):,}. ", whole)
     return figures
 
 
-def _by_step(run: Measured) -> list[tuple[int, Measured]]:
-    """Return a run's results by step, ascending; of several seeds those of one step together."""
-    steps = {result.checkpoint: result.step for result in run.results() if result.step is not None}
-    return [
-        (step, run.of_checkpoints([name for name, of in steps.items() if of == step]))
-        for step in sorted({*steps.values()})
-    ]
+def _draw(points: list[tuple[str, float, Measured, Average]], across: str, up: str, canvas: Canvas) -> None:
+    """Draw a line for each run, with the interval of each point."""
+    axes, names = canvas.subplots(), [*dict.fromkeys(point[0] for point in points)]
+    for i, name in enumerate(names):
+        x, y, low, high = np.array([(x, *_interval(*of)) for run, x, *of in points if run == name]).T
+        shift = 1 + 0.012 * (i - (len(names) - 1) / 2) if across == "tokens" else 1.0  # intervals must not overlap
+        style = {"color": SERIES[i % len(SERIES)], "linewidth": 1.5, "marker": "o", "markersize": 3.5, "capsize": 2}
+        axes.errorbar(x * shift, y, yerr=[y - low, high - y], label=name, **style)
+    if across == "tokens":
+        axes.set_xscale("log", base=2)
+        lengths = sorted({int(x) for _, x, *_ in points})
+        axes.set_xticks(lengths, [format_length(length) for length in lengths])
+    else:
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set(xlabel=across, ylabel=up)
+    axes.minorticks_off()
+    axes.legend()
 
 
-_Point = tuple[float, float, float, float]  # x, y, and the ends of its interval
-
-
-def _score(run: Measured, average: Average, x: float) -> _Point:
-    mean, low, high = interval_of(average.scores(run))
-    return x, 100 * mean, 100 * low, 100 * high
-
-
-def _perplexity(run: Measured, average: Average, x: float) -> _Point:
-    (losses,) = average.scores(run)
-    interval = student_interval(losses) or (float(losses.mean()),) * 3
-    mean, low, high = (math.exp(min(loss, MOST_EXPONENT)) for loss in interval)
-    return x, mean, low, high
-
-
-def _draw(name: str, lines: dict[str, list[_Point]], across: str, up: str) -> str:
-    """Return a drawing with a line for each run and the interval of each point, as SVG."""
-    drawn = io.StringIO()
-    with matplotlib.rc_context(figure_style(f"evaluation-{name}")):
-        canvas = Canvas(figsize=(6.4, 3.4), layout="constrained")
-        axes = canvas.subplots()
-        for i, (run, points) in enumerate(lines.items()):
-            x, y, low, high = np.array(points).reshape(-1, 4).T
-            shift = 1 + 0.012 * (i - (len(lines) - 1) / 2) if across == "tokens" else 1.0  # intervals must not overlap
-            axes.errorbar(
-                x * shift,
-                y,
-                yerr=[y - low, high - y],
-                color=SERIES[i % len(SERIES)],
-                label=run,
-                linewidth=1.5,
-                marker="o",
-                markersize=3.5,
-                capsize=2,
-            )
-        if across == "tokens":
-            axes.set_xscale("log", base=2)
-            lengths = [int(point[0]) for point in next(iter(lines.values()))]
-            axes.set_xticks(lengths, [format_length(length) for length in lengths])
-        else:
-            axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set(xlabel=across, ylabel=up)
-        axes.minorticks_off()
-        axes.legend()
-        canvas.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return drawn.getvalue()
+def _interval(run: Measured, average: Average) -> np.ndarray:
+    scores = average.scores(run)
+    if average.is_loss:
+        return np.exp(np.minimum(student_interval(scores[0]) or (scores[0].mean(),) * 3, MOST_EXPONENT))
+    return 100 * np.array(interval_of(scores))

@@ -1,13 +1,11 @@
 """The verbs `prepare` and `stats`: make a token store; count what it holds, as tables, JSON and one page."""
 
-import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from markupsafe import Markup
 from matplotlib.figure import Figure as Canvas
 from rich.console import Console
@@ -17,8 +15,8 @@ from rich.table import Table
 from anchorline.environment import versions
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import replace_file, resolve_folder
-from anchorline.page import figure_style, inline, render
-from anchorline.page.figures import SERIES
+from anchorline.page import inline, render
+from anchorline.page.figures import SERIES, draw_svg
 from torchtrain import data
 from torchtrain.config import ModelConfig, Preparation
 from torchtrain.data import TokenStore
@@ -227,9 +225,8 @@ def _draw(histogram: Histogram, counts: dict[str, list[int]], what: str) -> Mark
         last = order[_MOST_LINES - 1 :]
         del lines[last[0]]
         lines[f"{len(last)} others"] = [sum(column) for column in zip(*(counts[name] for name in last), strict=True)]
-    drawn = io.StringIO()
-    with matplotlib.rc_context(figure_style(f"statistics-{what}")):
-        canvas = Canvas(figsize=(6.4, 3.4), layout="constrained")
+
+    def put(canvas: Canvas) -> None:
         axes = canvas.subplots()
         for colour, (name, values) in zip(SERIES, lines.items(), strict=False):
             axes.stairs(values, histogram.edges, color=colour, label=name, linewidth=1.5)
@@ -241,8 +238,8 @@ def _draw(histogram: Histogram, counts: dict[str, list[int]], what: str) -> Mark
         axes.set_ylabel(what)
         axes.minorticks_off()
         axes.legend()
-        canvas.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return inline(drawn.getvalue(), f"{what} by length of document")
+
+    return inline(draw_svg(f"statistics-{what}", put), f"{what} by length of document")
 
 
 def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) -> None:
