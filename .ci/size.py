@@ -20,7 +20,7 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of source": 42_220,
+    "lines of source": 42_145,
     "lines of tests": 26_460,
     "words of docs": 29_060,
     "source files in a folder": 13,
