@@ -92,7 +92,7 @@ def _has_cuda() -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` without a CUDA device, and say so. Unpack SmolLM2 first: others wait for who does."""
     items.sort(key=lambda item: item.path.name != "test_smollm2.py")
-    gpu_items = [item for item in items if "gpu" in item.keywords]
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_cuda():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none here"))

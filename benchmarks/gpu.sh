@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# Test and measure on a GPU in under 9 minutes. The most valuable part is first, and each part has a time limit: whole steps
+# Test and measure on a GPU in under 10 minutes. The most valuable part is first, and each part has a time limit: whole steps
 # against transformers', the engines against the oracle, attention's speed, whole runs (killed and resumed, memory against the
-# plan), and last FlexAttention, which compiles for every shape. A part that is cut off keeps the results that it has.
-#     benchmarks/gpu.sh [FOLDER]      results land in FOLDER (default: benchmarks/results/gpu); begin with summary.md
+# plan), FlexAttention, which compiles for every shape, and layers with a state. A part that is cut off keeps its results.
+#     benchmarks/gpu.sh [FOLDER [CONFIG [PART...]]]
+# FOLDER gets the results (default: benchmarks/results/gpu); begin with summary.md. CONFIG names what `torchtrain bench` measures
+# (default: configs/bench/gpu.yaml). PARTs: step engines attention runs flex hybrids (default: all).
 # PYTHON chooses the interpreter; the packages of the extras torch, jax and dev must be importable from it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/gpu}
+config=${2:-configs/bench/gpu.yaml}
+parts=${*:3}
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 mkdir -p "$out"
-rm -f "$out"/{engines,runs,flex}.{xml,txt} "$out"/{attention,step}.{json,md,txt} "$out/summary.md"  # of an earlier time
+wanted() { [[ -z $parts || " $parts " == *" $1 "* ]]; }
 
 # JAX takes three quarters of the GPU at start unless it is switched off; torch needs its share.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -23,6 +27,8 @@ status=0
 run() {
     local name=$1 seconds=$2
     shift 2
+    wanted "$name" || return 0
+    rm -f "$out/$name".*  # of an earlier time
     echo "==> tests marked gpu: $name"
     timeout -s INT -k 10 "$seconds" "$python" -m pytest "$@" -q --durations=10 --junitxml "$out/$name.xml" 2>&1 | tee "$out/$name.txt" || status=$?
 }
@@ -30,8 +36,10 @@ run() {
 bench() {
     local name=$1 seconds=$2
     shift 2
+    wanted "$name" || return 0
+    rm -f "$out/$name".*
     echo "==> torchtrain bench $name"
-    timeout -s INT -k 10 "$seconds" "$python" -m torchtrain bench "$name" configs/bench/gpu.yaml --out "$out" "$@" 2>&1 | tee "$out/$name.txt" || status=$?
+    timeout -s INT -k 10 "$seconds" "$python" -m torchtrain bench "$name" "$config" --out "$out" "$@" 2>&1 | tee "$out/$name.txt" || status=$?
 }
 engines="parity_tests/tests/test_engines_against_oracle.py torchtrain/tests/test_hf.py"
 bench step 60
@@ -39,6 +47,7 @@ run engines 100 $engines -m gpu -k "not flex"
 bench attention 70 "attention.engines=[flash,flash3,flash4,sdpa]" "attention.rivals=[BOS per document]"
 run runs 200 parity_tests/tests/test_gpu_runs.py -m gpu
 run flex 90 $engines -m gpu -k flex
+run hybrids 60 parity_tests/tests/test_hybrids.py -m gpu
 
 "$python" benchmarks/gpu_summary.py "$out" | tee "$out/summary.md"
 echo "==> results in $out"

@@ -128,6 +128,26 @@ def test_engines_on_a_gpu_in_bf16(engine, kv_heads):
     assert_all_pass(verdicts, "out", "dq", "dk", "dv")
 
 
+ALL = {"sinks_H": SINKS, "softcap": 2.0, "window": 300, "keep_anchor": True}
+ON_A_GPU = {
+    "flash": ({"sinks_H": SINKS}, {"window": 300}, {"sinks_H": SINKS, "window": 300}),
+    "sdpa": ({"sinks_H": SINKS}, {"sinks_H": SINKS, "window": 300}),
+    "flex": (ALL, {"window": 300}),
+    "dense": (ALL,),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("engine", "layer"), [(engine, layer) for engine in ON_A_GPU for layer in ON_A_GPU[engine]])
+def test_sinks_caps_and_windows_on_a_gpu(engine, layer):
+    ids_BT = packed(700, 1, 129, 1000, 200, anchor=5, padding=13)
+    layer = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in layer.items()}
+    verdicts = compare_engine(
+        engine, ids_BT, torch.bfloat16, heads=HEADS, kv_heads=KV_HEADS, head_dim=64, device="cuda", **layer
+    )
+    assert_all_pass(verdicts, "out", "dq", "dk", "dv", *(["dsinks"] if "sinks_H" in layer else []))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["flex", "sdpa"])
 def test_engines_on_a_gpu_in_fp32(engine):
