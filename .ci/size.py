@@ -21,7 +21,7 @@ SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
     "lines of source": 42_145,
-    "lines of tests": 26_460,
+    "lines of tests": 26_505,
     "words of docs": 29_060,
     "source files in a folder": 13,
     "settings without description": 0,
