@@ -1,9 +1,12 @@
-"""Where a process runs: the commit, the machine, the versions of packages."""
+"""Where a process runs: the commit, the machine, the versions of packages, the process that started it."""
 
 import importlib.metadata
+import multiprocessing
+import multiprocessing.process
 import os
 import platform
 import subprocess
+import threading
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -26,6 +29,18 @@ def processor() -> str:
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def end_with_parent() -> None:
+    """Let this worker end when the process that started it is gone, even by SIGKILL. The fork server ends after it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+
+
+def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def usable_cores(root: Path = Path("/")) -> int:

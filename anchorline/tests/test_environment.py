@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,14 @@ def test_a_process_uses_no_more_cores_than_its_control_group_gives(tmp_path, mon
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
     assert usable_cores(tmp_path) == cores
+
+
+def test_a_worker_ends_with_a_parent_that_is_killed():
+    """Both hold the pipe, which closes when both are gone."""
+    work = "from anchorline.environment import *; import time; end_with_parent(); print(1, flush=True); time.sleep(60)"
+    code = f"import multiprocessing as m; m.get_context('spawn').Process(target=exec, args=({work!r},)).start()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"1\n"
+        parent.kill()
+        assert (parent.stdout.read(), parent.wait()) == (b"", -9)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from anchorline.environment import end_with_parent
 from anchorline.errors import UserError
 from anchorline.files import read_json, replace_file
 from benchmarks.experiment.facts import BOS, EOS, UNKNOWN, make_rows, vocabulary, write_documents
@@ -111,7 +112,7 @@ def run_experiment(experiment: TrainingExperiment, out: Path, results: Results, 
     if not left:
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         try:
             stages = [n for n in range(len(experiment.stages)) if not folder.documents(n).is_file()]
             list(pool.map(_make_documents, [(experiment, folder, stage) for stage in stages]))

@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from transformers.utils import logging
 
-from anchorline.environment import git_state, processor, versions
+from anchorline.environment import end_with_parent, git_state, processor, versions
 from anchorline.errors import UserError
 from anchorline.files import replace_file
 from parity_tests.gate.case import TINY, find_folder
@@ -158,6 +158,7 @@ def _run_in_processes(
 
 def _begin_worker(threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked is interrupted, and ends its workers
+    end_with_parent()
     torch.set_num_threads(threads)
     silence_transformers()
 

@@ -17,7 +17,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -28,7 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anchorline.environment import usable_cores
+from anchorline.environment import end_with_parent, usable_cores
 from anchorline.errors import UserError, disk_fault, one_line, quoted, quoted_reason
 from anchorline.files import PARTIAL, commit, read_json, replace_file
 from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source
@@ -394,19 +393,11 @@ def _begin_worker(maker: MakeShard) -> None:
     global _maker
     _maker = maker
     _use_one_thread()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
 def _run_in_worker(rank: int) -> None:
     _maker(rank=rank)
-
-
-def _end_with_parent() -> None:
-    """End this worker when the process that started it is gone, even by SIGKILL. The fork server ends after it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _run_by_ray(settings: PrepareConfig, maker: MakeShard) -> None:

@@ -65,7 +65,7 @@ def evaluate(
         # and round otherwise.
         left = [[(job.task, job.length) for job in sorted(own, key=lambda job: -job.length)] for own in jobs]
         share = partial(_measure_share, processes, models, left, suite, out, log)
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), environment.end_with_parent) as pool:
             try:
                 list(pool.map(share, range(processes)))
             except BrokenProcessPool:
