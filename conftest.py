@@ -1,5 +1,6 @@
 """What every test shares: when GPU tests run, how hypothesis draws, a browser."""
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -74,7 +75,9 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
 def pytest_configure(config: pytest.Config) -> None:
     """Compile JAX's programs quickly, and each once for all processes of a run, and of the next."""
     # Half of what XLA's compiler takes for a CPU, it takes in emitters that make programs faster which run once here.
-    if QUICK_XLA not in (flags := os.environ.get("XLA_FLAGS", "")):
+    # XLA ends the process at a flag that it does not know: jaxlib 0.11 lacks them.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if QUICK_XLA not in flags and importlib.metadata.version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] = f"{flags} {QUICK_XLA}".strip()
     if (cache := getattr(config, "cache", None)) is not None:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("jax")))

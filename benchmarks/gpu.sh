@@ -30,8 +30,8 @@ run() {
     wanted "$name" || return 0
     rm -f "$out/$name".*  # of an earlier time
     echo "==> tests marked gpu: $name"
-    # Other versions warn of other things: a warning is no failure here.
-    timeout -s INT -k 10 "$seconds" "$python" -m pytest "$@" -q -W default --durations=10 --junitxml "$out/$name.xml" 2>&1 | tee "$out/$name.txt" || status=$?
+    # Other versions warn of other things: a warning is no failure here. A process that aborts shows why (--capture=sys).
+    timeout -s INT -k 10 "$seconds" "$python" -m pytest "$@" -q -W default --capture=sys --durations=10 --junitxml "$out/$name.xml" 2>&1 | tee "$out/$name.txt" || status=$?
 }
 # NAME SECONDS OVERRIDES...: `torchtrain bench` writes its result after every row.
 bench() {
