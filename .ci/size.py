@@ -20,8 +20,8 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of source": 42_145,
-    "lines of tests": 26_505,
+    "lines of source": 42_255,
+    "lines of tests": 26_520,
     "words of docs": 29_060,
     "source files in a folder": 13,
     "settings without description": 0,

@@ -21,7 +21,6 @@ Legend: B batch · T tokens of a row · V vocabulary.
 
 import argparse
 import contextlib
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -42,23 +41,26 @@ from anchorline.errors import UserError
 from anchorline.files import save
 from anchorline.tolerance import judge
 from torchtrain.attention import visible_BTT
+from torchtrain.attention.attach import DOCUMENTS
 from torchtrain.attention.hf import KEEPS_ANCHOR
 from torchtrain.attention.masks import LAYER_TYPES
-from torchtrain.attention.recurrent import is_mixer
+from torchtrain.attention.recurrent import is_mixer, runs_whole
 from torchtrain.marks import ANCHOR, PADDING
 
 RIGHT, REFUSED, NOT_BUILT, WRONG = "right", "refused", "not built", "WRONG"
+WHOLE = 'with `engine="documents"`'
 _VOCABULARY = 61
 _WINDOW = 3  # of the layers that have one: shorter than the documents below
 _LARGEST = 20_000_000  # parameters: more are not a tiny model: its config has a size that `_SIZES` does not know
 
 # Sizes that a family ties to one another in a way of its own, or that its config leaves open.
 _LATENT = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4")
+_MORE_LATENT = ("longcat_flash", "minicpm3", "youtu")
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _EXPERTS = {"num_key_value_heads": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-_ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16, "layer_types": ["linear_attention", "hybrid"] * 2}
+_ZAMBA, _KINDS = {"attention_hidden_size": 64, "attention_head_dim": 16}, ["linear_attention", "hybrid"] * 2
 _OWN_SIZES: dict[str, dict[str, Any]] = {
-    **{family: {"num_key_value_heads": 4} for family in (*_LATENT, "longcat_flash", "minicpm3", "youtu")},
+    **{family: {"num_key_value_heads": 4} for family in (*_LATENT, *_MORE_LATENT)},
     **{family: {"head_dim": 8} for family in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "gemma4_text": {"global_head_dim": 8},
@@ -70,10 +72,23 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "xlstm": {"num_blocks": 4},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    **dict.fromkeys(
+        ("gemma4", "gemma4_unified"), dict.fromkeys(("image_token_id", "video_token_id", "audio_token_id"), 0)
+    ),
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "cohere_compass_text": {
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in sorted(LAYER_TYPES)}
+    },
+    "dots3_note_text": {"num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4}
+    | {"swa_q_lora_rank": 8, "swa_kv_lora_rank": 8, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8},
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 4},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 64}
+    | {"indexer_compress_ratio": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "zaya": {"num_experts_per_tok": 1},
     **{family: _LINEAR | _EXPERTS for family in ("bailing_hybrid", "kimi_linear")},
-    **dict.fromkeys(("zamba", "zamba2"), _ZAMBA),
+    **{family: _ZAMBA | {name: _KINDS} for family, name in (("zamba", "layer_types"), ("zamba2", "layers_block_type"))},
 }
 
 # What families call their sizes. A name that a config lacks is left out.
@@ -83,7 +98,7 @@ _NAMES: dict[Any, str] = {
     "num_local_experts n_routed_experts moe_num_experts rotary_dim index_n_heads d_rel linear_num_key_heads "
     "linear_num_value_heads linear_num_heads mamba_chunk_size chunk_size",
     32: "hidden_size d_model n_embd embedding_size embedding_dim emb_dim dim word_embed_proj_dim lru_width "
-    "attention_hidden_size dim_model_base",
+    "attention_hidden_size dim_model_base adapter_in_dim adapter_out_dim hidden_size_global adapter_input_size",
     48: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size n_inner dff dim_ff d_inner "
     "intermediate_size_mlp dense_intermediate_size",
     16: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
@@ -110,6 +125,7 @@ LEFT_OUT = {
     *("camembert", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "git", "gpt_neox_japanese", "marian"),
     *("mbart", "megatron-bert", "musicgen", "musicgen_melody", "mvp", "openai-gpt", "pegasus", "plbart", "prophetnet"),
     *("reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "trocr", "whisper", "xglm"),
+    *("gemma4_assistant", "gemma4_unified_assistant"),  # they draft tokens for another model
     *("xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod"),
 }
 
@@ -155,26 +171,28 @@ def examine(family: str) -> FamilyRow:
         alone = _alone(model)
         try:
             torchtrain.attach(model)
+            why = ""
         except UserError as error:
-            return FamilyRow(family, REFUSED, str(error), alone)
+            why = str(error)
+            torchtrain.attach(model, engine=DOCUMENTS)
         except Exception as error:
             return FamilyRow(family, WRONG, f"attach fails: {_line(error)}", alone)
         try:
             fault = find_fault(model)
         except Exception as error:
-            return FamilyRow(
-                family, NOT_BUILT, f"its eager attention does not run with a 4D mask: {_line(error)}", alone
-            )
-    return FamilyRow(family, WRONG if fault else RIGHT, fault, alone)
+            return FamilyRow(family, NOT_BUILT, f"its own attention does not run here: {_line(error)}", alone)
+    if fault and why:
+        return FamilyRow(family, REFUSED, f"{why}; documents: {fault}", alone)
+    return FamilyRow(family, WRONG if fault else RIGHT, fault or (WHOLE if why else ""), alone)
 
 
 def tiny_config(family: str) -> PretrainedConfig:
     """A family's config, every size that has a known name made small, every dropout 0."""
-    return _shrink(CONFIG_MAPPING[family](), **_OWN_SIZES.get(family, {}))
+    return _shrink(CONFIG_MAPPING[family]())
 
 
-def _shrink(config: PretrainedConfig, **more: Any) -> PretrainedConfig:
-    own = config.to_dict()
+def _shrink(config: PretrainedConfig) -> PretrainedConfig:
+    own, more = config.to_dict(), _OWN_SIZES.get(config.model_type, {})
     changes = {name: value for name, value in _SIZES.items() if own.get(name) is not None}
     changes |= {name: 0.0 for name, value in own.items() if isinstance(value, float) and _drops(name)}
     changes |= {name: _shrink(getattr(config, name)) for name in config.sub_configs if getattr(config, name, None)}
@@ -255,9 +273,9 @@ def logits_and_gradients(
         backward: with gradients.
         hidden: with the hidden states before, between and after the layers, `hidden.0` to `hidden.N`.
     """
-    model.set_attn_implementation(implementation)
-    model.zero_grad()
     ours = implementation.startswith("anchor")
+    model.set_attn_implementation("eager" if runs_whole(model.base_model) else implementation)
+    model.zero_grad()
     options = {"use_cache": False, "output_hidden_states": hidden}
     with torch.set_grad_enabled(backward):
         if not ours and _carries_a_state(model):
@@ -294,7 +312,7 @@ def _widened(given: Any) -> Any:
 
 
 def _carries_a_state(model: Any) -> bool:
-    return any(is_mixer(module) for module in model.modules())
+    return any(is_mixer(module) or runs_whole(module) for module in model.modules())
 
 
 def each_document_alone(model: Any, batch: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:
@@ -376,14 +394,18 @@ def _alone(model: Any) -> str:
 HEAD = """# Families under `anchor`
 
 `make families` makes this page. It builds a tiny random model in float64 of every model type that
-`AutoModelForCausalLM` knows (transformers {version}), but for {left_out} old ones that nobody extends (BERT, XLM,
-ProphetNet), and judges it: {right} are right, {refused} refused, {not_built} not built, {wrong} wrong.
+`AutoModelForCausalLM` knows (transformers {version}), but for {left_out} that nobody extends (old ones
+such as BERT, XLM and ProphetNet, and drafters of Gemma 4), and judges it:
+{right} are right, {refused} refused, {not_built} not built, {wrong} wrong.
 
 - **Right**: `torchtrain.attach` takes the model. Its logits and the gradients of every module are those of the family's
   own eager attention with the same rule as a 4D float mask, by the error rule. Layers with a sliding window have one
   of 3 tokens here. No gradient of a token reaches a token that it may not see: exactly zero.
 - **Refused**: `torchtrain.attach` refuses the model and says why. A family whose refusal names a setting
   runs where that setting allows it.
+- **With `engine="documents"`**: `attach(model)` refuses the family. `attach(model, engine="documents")` takes it. The
+  whole model runs once for each document, the row's anchor in front, with the family's own attention. So the anchor is
+  computed once more for every document. Truth is each document alone, by the same model.
 - **Not built**: no tiny model could be made from the family's default config here. `attach` judges the model that you
   have.
 
@@ -407,18 +429,10 @@ Layers may have more than the rule:
 with `--stages forward,gradients`, the gradients.
 
 Call `torchtrain.attach`, not `model.set_attn_implementation("anchor")` alone. The last column says what the latter
-does to a family that is not right: it refuses at the first call, it ignores `document_ids`, or it leaks in silence.
+does: it refuses at the first call, it ignores `document_ids`, or it leaks in silence.
 
 | families | verdict | why | without `attach` |
 | --- | --- | --- | --- |"""
-
-# What the reasons of many families have in common.
-_REASONS = {
-    r".*by config.layer_types, which.*": "its config names layers that are not attention",
-    r"attach: \w+ computes attention in its own way.*": "computes attention in its own way",
-    r".* carries one document into another.*": "a layer that is not attention carries one document into another",
-    r"document_ids: \w+ was given them and does not.*": "a layer does not hand document_ids on to its attention",
-}
 
 
 def page(rows: list[FamilyRow]) -> str:
@@ -427,21 +441,13 @@ def page(rows: list[FamilyRow]) -> str:
     numbers = {verdict.lower().replace(" ", "_"): number for verdict, number in count.items()}
     groups: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
-        groups.setdefault((row.verdict, shorten(row.why), row.alone), []).append(row.family)
+        groups.setdefault((row.verdict, row.why.partition(";")[0], row.alone), []).append(row.family)
     order = [WRONG, RIGHT, REFUSED, NOT_BUILT]
     lines = [HEAD.format(version=transformers.__version__, left_out=len(LEFT_OUT), **numbers)]
     for (verdict, why, alone), families in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
         cells = (", ".join(families), verdict, why, alone)
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     return "\n".join([*lines, ""])
-
-
-def shorten(why: str) -> str:
-    """A reason without the names of one family's classes and layers."""
-    for pattern, short in _REASONS.items():
-        if re.fullmatch(pattern, why):
-            return short
-    return why.partition(";")[0]
 
 
 @contextlib.contextmanager

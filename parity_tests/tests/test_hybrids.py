@@ -131,3 +131,19 @@ def test_a_family_that_drops_document_ids_is_given_them(family):
     model = torchtrain.attach(families.tiny_model(family))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert families.find_fault(model.train()) == ""
+
+
+def test_what_a_model_that_runs_a_document_at_a_time_refuses():
+    model = families.tiny_model("mamba")
+    with pytest.raises(UserError, match=r'or run each document alone: attach\(model, engine="documents"\)'):
+        torchtrain.attach(model)
+    with pytest.raises(UserError, match="keep_anchor: engine documents"):
+        torchtrain.attach(model, "documents", keep_anchor=True)
+    torchtrain.attach(model, "documents")
+    for more, message in (
+        ({"use_cache": True}, "use_cache: engine documents"),
+        ({"attention_mask": (IDS > 0).long()}, "attention_mask: not honoured"),
+        ({"document_ids": torch.full_like(IDS, -1)}, "document_ids: all are padding"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model(**BATCH | {"use_cache": False} | more)

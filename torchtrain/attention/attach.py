@@ -17,12 +17,13 @@ from anchorline.errors import UserError
 from torchtrain.attention.engines.choice import resolve_engine
 from torchtrain.attention.hf import KEEPS_ANCHOR, MISSING, announced, implementation_name, register
 from torchtrain.attention.masks import MASKED_LAYER_TYPES, NOT_HONOURED, caps_scores, hides_nothing
-from torchtrain.attention.recurrent import separate_layers
+from torchtrain.attention.recurrent import runs_whole, separate_layers, separate_model
 from torchtrain.attention.separation import check_separation
 from torchtrain.marks import IGNORED
 
 logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
+DOCUMENTS = "documents"  # of `attach`'s engines
 
 
 def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _Model:
@@ -40,7 +41,8 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
     Args:
         model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or
             compilation.
-        engine: `auto`, or one of `torchtrain.attention.ENGINES`.
+        engine: `auto`, or one of `torchtrain.attention.ENGINES`. `documents` runs the whole model once for each
+            document, the row's anchor in front, with the family's own attention: slow, and right for every family.
         keep_anchor: in layers with a sliding window, the anchor stays visible beyond the window. By default the window
             hides it, as it hid the first tokens of a row when the model was trained, and as it will when it is used.
 
@@ -58,6 +60,12 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
             "FSDP or torch.compile wrap it"
         )
     name = implementation_name(engine)
+    if engine == DOCUMENTS:
+        if keep_anchor:
+            raise UserError(
+                "keep_anchor: engine documents runs each document as the model was trained; choose flex or dense"
+            )
+        return _attach_whole(model, inner)
     chosen = resolve_engine(engine, inner.device, inner.dtype, capped=caps_scores(inner.config))
     register()
     announced.add((chosen, inner.device.type, inner.dtype))  # in the line below
@@ -67,20 +75,33 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
         inner.set_attn_implementation(name)
         _read_back(inner, name)
         check_separation(model)
-    except BaseException:
+    except BaseException as error:
         undo.close()
         inner.set_attn_implementation(before or "eager")
+        if isinstance(error, UserError):
+            raise UserError(f'{error}; or run each document alone: attach(model, engine="{DOCUMENTS}")') from error
         raise
     for module in inner.modules():
         setattr(module, KEEPS_ANCHOR, keep_anchor)
-    for module, hook in ((inner.base_model, _read_restarts), (inner.base_model, _check_masks), (model, _check_labels)):
-        if hook not in module._forward_pre_hooks.values():  # attached before
-            module.register_forward_pre_hook(hook, with_kwargs=True)
+    _add_hooks(model, inner)
     logger.warning(
         "attached: %s, attention %s on %s in %s, documents are separate%s",
         *(type(inner).__name__, chosen, inner.device.type, inner.dtype, _longest_row(inner)),
     )
     return model
+
+
+def _attach_whole(model: _Model, inner: PreTrainedModel) -> _Model:
+    separate_model(inner)
+    _add_hooks(model, inner)
+    logger.warning("attached: %s, it runs a document at a time", type(inner).__name__)
+    return model
+
+
+def _add_hooks(model: nn.Module, inner: PreTrainedModel) -> None:
+    for module, hook in ((inner.base_model, _read_restarts), (inner.base_model, _check_masks), (model, _check_labels)):
+        if hook not in module._forward_pre_hooks.values():  # attached before
+            module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _read_back(model: PreTrainedModel, name: str) -> None:
@@ -141,6 +162,8 @@ def _check_masks(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Refuse `document_ids` that would be ignored. Drop a mask of all ones before a family adds to it."""
+    if runs_whole(decoder):
+        return None
     implementation = str(decoder.config.get_text_config(decoder=True)._attn_implementation)
     if not implementation.startswith(implementation_name("auto")):
         if kwargs.get("document_ids") is not None:

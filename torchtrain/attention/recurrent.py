@@ -9,10 +9,12 @@ The layer's own forward computes everything: by its kernels where they are insta
 Documents of similar length are stacked and padded at their ends (`torchtrain.attention.batches`). In these layers a
 later token does not change an earlier one.
 
+`separate_model` runs a whole model in the same way, for families whose attention computes what no engine does.
+
 `document_ids` and the plan reach a layer as keyword arguments. Gradient checkpointing passes them to the second forward
 pass, too. The decoder layers of some families do not pass them on (`_HANDS_NOTHING_ON`); hooks do it for them.
 
-Legend: B batch · T tokens of a row · M model width · N query tokens · P gathered tokens, padded.
+Legend: B batch · T tokens of a row · M model width · S documents of similar length L · P gathered tokens, padded.
 """
 
 from contextlib import ExitStack
@@ -26,7 +28,7 @@ from transformers import PreTrainedModel
 from anchorline.errors import UserError
 from torchtrain.attention.engines.gather import gather_keys, scatter_queries
 from torchtrain.attention.hf import APART, remembered_plan
-from torchtrain.attention.masks import NO_CACHE, SEPARATED
+from torchtrain.attention.masks import NO_CACHE, NOT_HONOURED, SEPARATED, hides_nothing
 from torchtrain.attention.plan import AttentionPlan
 
 # Classes of transformers whose forward takes hidden states [B, T, M], and in which a token changes only later ones.
@@ -77,9 +79,27 @@ def separate_layers(model: nn.Module) -> ExitStack:
     return undo
 
 
+def separate_model(model: PreTrainedModel) -> None:
+    """Make a model run once for each document, on its row's anchor and the document, but for its head.
+
+    It computes each document as transformers does, with its own attention. So nothing of the family has to be known.
+    The anchor is computed once more for every document.
+    """
+    decoder = model.base_model
+    if not runs_whole(decoder):
+        decoder.forward = partial(_run_model, decoder)  # type: ignore[method-assign]
+        setattr(decoder, _HELD, {})
+        model.register_forward_pre_hook(partial(_hold_for, decoder), with_kwargs=True)
+
+
 def is_mixer(module: nn.Module) -> bool:
     """Whether `separate_layers` made this module run a document at a time."""
     return getattr(vars(module).get("forward"), "func", None) is _run
+
+
+def runs_whole(decoder: nn.Module) -> bool:
+    """Whether `separate_model` made this model run a document at a time."""
+    return getattr(vars(decoder).get("forward"), "func", None) is _run_model
 
 
 @torch.compiler.disable(reason=APART)
@@ -109,15 +129,74 @@ def _run(
     return run_by_documents(partial(forward, module, **given), hidden_states, plan)
 
 
+@torch.compiler.disable(reason=APART)
+def _run_model(
+    decoder: PreTrainedModel,
+    input_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+    **given: Any,
+) -> Any:
+    """Compute a model's output: its hidden states are [B, T, M], and 0 at padding.
+
+    Raises:
+        UserError: what one document does not have: a KV cache, padding, statistics of routers.
+    """
+    forward, held = type(decoder).forward, getattr(decoder, _HELD)
+    document_ids = held.get("document_ids") if document_ids is None else document_ids
+    plan = plan or held.get("plan")
+    held.clear()
+    if plan is None and document_ids is None:
+        return forward(decoder, input_ids, **given)
+    tokens = given.pop("inputs_embeds", None) if input_ids is None else input_ids
+    mask, position_ids = given.pop("attention_mask", None), given.pop("position_ids", None)
+    if mask is not None and not hides_nothing(mask, tokens.shape[1]):
+        raise UserError(NOT_HONOURED)
+    for name in ("use_cache", "past_key_values", "cache_params", "output_router_logits"):
+        if given.pop(name, None):
+            raise UserError(f"{name}: engine documents runs each document alone, and has none; leave it out")
+    if plan is None:
+        plan = remembered_plan(document_ids, tokens)
+    if not plan.seqlens_q:
+        raise UserError("document_ids: all are padding; leave the batch out")
+    named = {"inputs_embeds" if input_ids is None else "input_ids": tokens, "position_ids": position_ids}
+    stacks = {name: _stack(x, plan) for name, x in named.items() if x is not None}
+    made: list[Any] = []
+    for i, shape in enumerate(plan.batches.shapes):
+        own = {name: parts[i] for name, parts in stacks.items()}
+        # Without a mask transformers takes a gap in position_ids for the end of a document.
+        own["attention_mask"] = torch.ones(shape, dtype=torch.long, device=tokens.device)
+        made.append(forward(decoder, **given, **own, use_cache=False))
+    layers = [getattr(output, "hidden_states", None) or () for output in made]
+    made[0].last_hidden_state = _unstack([output[0] for output in made], plan)
+    if layers[0]:
+        made[0].hidden_states = tuple(_unstack(list(parts), plan) for parts in zip(*layers, strict=True))
+    return made[0]
+
+
 def run_by_documents(forward: Any, x_BTM: Tensor, plan: AttentionPlan) -> Tensor:
     """Run a layer's forward on each document, its row's anchor in front. Returns [B, T, M], 0 at padding."""
     if not plan.seqlens_q:
         return torch.zeros_like(x_BTM) + x_BTM[:0].sum()
-    batches = plan.batches
-    x_PM = gather_keys(x_BTM[:, :, None], batches.plan).flatten(1)
-    parts = x_PM.split([segments * tokens for segments, tokens in batches.shapes])
-    made = [forward(x.unflatten(0, shape)).flatten(0, 1) for x, shape in zip(parts, batches.shapes, strict=True)]
-    return scatter_queries(torch.cat(made).index_select(0, batches.plan.own_slot_N), plan)
+    return _unstack([forward(x) for x in _stack(x_BTM, plan)], plan)
+
+
+def _stack(x: Tensor, plan: AttentionPlan) -> list[Tensor]:
+    """Gather each document of x [B, T, ...] behind its row's anchor, and stack those of a length: [S, L, ...]."""
+    batches, x = plan.batches, x.expand(plan.document_ids_BT.shape[0], *x.shape[1:])
+    gathered = gather_keys(x.reshape(*x.shape[:2], 1, -1), batches.plan).reshape(-1, *x.shape[2:])
+    parts = gathered.split([segments * tokens for segments, tokens in batches.shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, batches.shapes, strict=True)]
+
+
+def _unstack(parts: list[Tensor], plan: AttentionPlan) -> Tensor:
+    """Return [B, T, ...] of what was made of `_stack`'s: each document's own tokens, and 0 at padding."""
+    gathered = torch.cat([x.flatten(0, 1) for x in parts])
+    return scatter_queries(gathered.index_select(0, plan.batches.plan.own_slot_N), plan)
+
+
+def _hold_for(decoder: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _hold(decoder, args, kwargs)
 
 
 def _hold(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
