@@ -55,10 +55,7 @@ def paired_interval(a: Scores, b: Scores) -> Interval:
 
     Where all samples of a task differ alike, the bootstrap gives no width. The task then gets the width of what its n
     samples may have missed: a share p of other samples stays unseen with a chance of (1 - p)^n. Half widths are added
-    as squares.
-
-    Args:
-        a, b: scores of the same samples, 0 to 1.
+    as squares. Scores are 0 to 1.
     """
     random, draws, unseen = np.random.default_rng(0), np.zeros(DRAWS), []
     differences = [np.asarray(x) - np.asarray(y) for x, y in zip(a, b, strict=True)]
@@ -77,9 +74,6 @@ def sign_flip(a: Scores, b: Scores) -> float:
     """Return the two-sided p of the mean over tasks of a - b, when the sign of each sample's difference is drawn.
 
     All signs are tried where few samples differ; five can show nothing (2 of 32).
-
-    Args:
-        a, b: scores of the same samples.
     """
     each = np.concatenate([(np.asarray(x) - np.asarray(y)) / len(x) for x, y in zip(a, b, strict=True)])
     each = each[each != 0]

@@ -5,7 +5,7 @@ computed from it: no mean, no difference, no interval.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -30,45 +30,39 @@ _UNSAID_OF_SPLITS = (
 class PublishedTraining(Section):
     """How a published model was trained."""
 
-    dataset: Name | None = Field(description="hub id; null: the paper does not say, and no run matches")
-    shares: dict[Name, PositiveShare] | None = Field(
-        default=None, description="token shares of its domains, long documents more often; null: the data set as it is"
-    )
+    dataset: Name | None  # hub id; null: the paper does not say, and no run matches
+    shares: dict[Name, PositiveShare] | None = None  # of tokens by domain, long documents more often; null: as it is
     sequence_length: Count
     rope_theta: Real
     sequences_per_step: Count
-    steps: tuple[Count, Count] = Field(
-        strict=False, description="the first and last step of the models that were scored; training ended at the last"
-    )
+    steps: tuple[Count, Count] = Field(strict=False)  # the first and last of the models that were scored
 
     def matches(self, training: Training) -> bool:
         """Return whether a run of ours was trained in this way."""
-        ours = (training.sequence_length, training.sequences_per_step, training.steps)
-        rope = (training.rope.get("rope_type"), training.rope.get("rope_theta"))
-        alike = ours == (self.sequence_length, self.sequences_per_step, self.steps[1])
-        return alike and rope == ("default", self.rope_theta) and self._matches_data(training.data)
-
-    def _matches_data(self, data: dict[str, Any]) -> bool:
-        sources, mixture = data.get("sources"), data.get("mixture")
-        if self.dataset is None or not isinstance(sources, list) or len(sources) != 1:
-            return False
-        known = [sources[0].get(name) for name in ("dataset", "split", "subset", "max_documents")]
-        if known != [self.dataset, "train", None, None] or sources[0].get("filters"):
-            return False
-        if self.shares is None or mixture is None:
-            return self.shares is None and mixture is None
-        prefers_long = mixture.get("long_weight") is not None or mixture.get("long_share") is not None
-        return mixture.get("shares") == self.shares and prefers_long
+        source, *others = training.data.get("sources") or [{}]
+        mixture, rope = training.data.get("mixture") or {}, training.rope
+        ours = [training.sequence_length, rope.get("rope_type"), rope.get("rope_theta"), training.sequences_per_step]
+        ours += [training.steps, mixture.get("shares")]
+        published = [self.sequence_length, "default", self.rope_theta, self.sequences_per_step]
+        whole = [source.get(name) or None for name in ("dataset", "split", "subset", "max_documents", "filters")]
+        prefers_long = any(mixture.get(name) is not None for name in ("long_weight", "long_share"))
+        return (
+            self.dataset is not None
+            and not others
+            and whole == [self.dataset, "train", None, None, None]
+            and ours == [*published, self.steps[1], self.shares]
+            and (prefers_long if self.shares else not mixture)
+        )
 
 
 class PublishedTable(Section):
     """Rows of one kind of score: by variant for models that were trained alike, else by the model's name."""
 
-    table: Count = Field(description="its number in the paper")
+    table: Count  # its number in the paper
     scores: Literal["ruler_11", "ruler_13", "ruler_tasks", "short"]
     model: Name | None = None
     training: Name | None = None
-    length: Count | None = Field(default=None, description="tokens of the prompts; for ruler_tasks alone")
+    length: Count | None = None  # tokens of the prompts; for ruler_tasks alone
     columns: list[Name | Count] = Field(min_length=1)
     rows: dict[Name, list[Annotated[float, Field(ge=0, le=100)]]] = Field(min_length=1)
 
@@ -78,7 +72,7 @@ class Publication(Section):
 
     arxiv: Name
     version: Count
-    models: dict[Name, Name | None] = Field(description="hub id by the paper's name of a model; null: none is named")
+    models: dict[Name, Name | None]  # hub id by the paper's name of a model; null: none is named
     trainings: dict[Name, PublishedTraining]
     tables: list[PublishedTable] = Field(min_length=1)
 
@@ -94,15 +88,15 @@ class Publication(Section):
             steps: of the checkpoints that were measured.
         """
         if table.training is None:
-            named = [name for name in table.rows if self.models[name] == source]
-            return table.rows[named[0]] if named and training is None and steps == {None} else []
+            named = [row for name, row in table.rows.items() if self.models[name] == source]
+            return named[0] if named and training is None and steps == {None} else []
         published, model = self.trainings[table.training], self.models[table.model or ""]
         if training is None or model is None or training.model != model or not published.matches(training):
             return []
-        first, last = published.steps
         variant = {*training.variant.split("+")}
-        other_split = "interleave" in variant and training.split != "authors"
-        if other_split or not all(step is not None and first <= step <= last for step in steps):
+        if "interleave" in variant and training.split != "authors":
+            return []
+        if not all(step is not None and published.steps[0] <= step <= published.steps[1] for step in steps):
             return []
         return next((row for name, row in table.rows.items() if {*name.split("+")} == variant), [])
 
@@ -128,7 +122,7 @@ def published_scores(run: Measured, published: Publication) -> dict[Column, tupl
     There are none, unless all its checkpoints were trained alike, and nothing stood before the prompts. RULER's scores
     need the tasks as they were in October 2024, and a haystack that is no demo text and is split as RULER's.
     """
-    results = [result for each in run.tasks.values() for result in each]
+    results = run.results()
     trainings = {result.training.model_dump_json() if result.training else "" for result in results}
     if len(trainings) != 1 or any(of.settings.anchor or of.identity.get("chat_template") for of in results):
         return {}

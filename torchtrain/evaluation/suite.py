@@ -116,8 +116,8 @@ class Suite(Section):
     hotpotqa: PathText | None = Field(default=None, description="for qa_2: hotpot_dev_distractor_v1.json")
     data: dict[Name, PathText] = Field(
         default={},
-        description="local data of lm-eval's tasks, by the start of their names: {mmlu: FOLDER}. The folder holds the "
-        "published files of longbench, mmlu or hellaswag, or a data set as the hub has it",
+        description="local data of lm-eval's tasks, by the start of their names: {mmlu: FOLDER}. The folder holds a "
+        "data set as the hub has it",
     )
     include_path: PathText | None = Field(default=None, description="folder of further task files, as lm-eval takes it")
     perplexity: PerplexityConfig | None = None

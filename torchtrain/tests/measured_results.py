@@ -1,4 +1,8 @@
-"""Results of made-up numbers, for tests of what is made from them."""
+"""Results of made-up numbers and small data sets, for tests of what is made from them."""
+
+import json
+
+import yaml
 
 from torchtrain.evaluation.results import Answer, Settings, TaskResult, save_result
 
@@ -50,3 +54,15 @@ def save_seeds(folder, name: str, each: list[list[float]]) -> str:
     for seed, scores in enumerate(each):
         save_results(folder / f"{name}-{seed}", task_result(scores=scores), perplexity_result(0.1 * seed))
     return f"{name}=" + ",".join(str(folder / f"{name}-{seed}") for seed in range(len(each)))
+
+
+def as_on_the_hub(folder, records: dict[tuple[str, str], list[dict]]) -> None:
+    """Write a data set as the hub has it: a file of records for each config and split."""
+    folder.mkdir()
+    files = {}
+    for (config, split), rows in records.items():
+        name = f"{config}-{split}.jsonl"
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files.setdefault(config, []).append({"split": split, "path": name})
+    configs = [{"config_name": config, "data_files": splits} for config, splits in files.items()]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")

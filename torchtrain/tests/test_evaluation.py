@@ -18,6 +18,7 @@ from torchtrain.evaluation.results import read_result, read_results
 from torchtrain.evaluation.suite import Suite, load_suite
 from torchtrain.evaluation.tasks.index import leaves
 from torchtrain.run.folder import RunFolder
+from torchtrain.tests.measured_results import as_on_the_hub
 from torchtrain.tests.ruler_fixtures import few_nouns  # noqa: F401
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
@@ -27,24 +28,22 @@ LENGTH = 1536
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model; the published files of HellaSwag, MMLU and LongBench, a few questions each; a suite without them."""
+    """A model; HellaSwag, MMLU and LongBench as the hub has them, a few questions each; a suite without them."""
     place = tmp_path_factory.mktemp("evaluated")
     model, tokenizer = tiny_model("qwen3", max_position_embeddings=LENGTH), tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     for part in (model, tokenizer):
         part.save_pretrained(place / "model")
     record = {"activity_label": "A", "ctx_a": "We count.", "ctx_b": "1 2", "endings": ["3 4", "b c", "x", "9 9 9"]}
-    lines = [json.dumps(record | {"label": i % 4, "ctx_b": f"{i} {i + 1}"}) + "\n" for i in range(6)]
-    (place / "hellaswag_val.jsonl").write_text("".join(lines))
-    for split, count in (("dev", 5), ("test", 6)):
-        (place / split).mkdir()
-        rows = [f'"What is {i}, {split}?",{i},"two, or 2",three,four,{"ABCD"[i % 4]}' for i in range(count)]
-        (place / split / f"abstract_algebra_{split}.csv").write_text("\n".join(rows) + "\n")
-    (place / "data").mkdir()
-    asked = {"input": "Which?", "context": "word " * 500, "answers": ["word"], "all_classes": None}
-    (place / "data" / "qasper.jsonl").write_text(json.dumps(asked) + "\n")
-    extended = [json.dumps(asked | {"context": "word", "length": words}) for words in (3999, 4000, 9000)]
-    (place / "data" / "qasper_e.jsonl").write_text("\n".join(extended) + "\n")
+    counts = [record | {"label": str(i % 4), "ctx_b": f"{i} {i + 1}"} for i in range(6)]
+    as_on_the_hub(place / "hellaswag", {("default", split): counts for split in ("train", "validation")})
+    choices = ["1", "two, or 2", "three", "four"]
+    algebra = [{"question": f"What is {i}?", "choices": choices, "answer": i % 4} for i in range(6)]
+    as_on_the_hub(place / "mmlu", {("abstract_algebra", split): algebra for split in ("dev", "test")})
+    asked = {"question": "Which?", "answers": ["word"], "all_classes": None}
+    lengths = [asked | {"context": "word", "length": words} for words in (3999, 4000, 9000)]
+    long = [asked | {"context": "word " * 500}]
+    as_on_the_hub(place / "longbench", {("qasper", "test"): long, ("qasper_e", "test"): lengths})
     (place / "suite.yaml").write_text(yaml.safe_dump({"tasks": ["fwe"], "samples": 3, "cache": str(place / "cache")}))
     return place
 
@@ -53,22 +52,19 @@ def folder(tmp_path_factory):
 def call(folder, tmp_path):
     def run(*more, model="model"):
         given = ["evaluate", str(folder / model), "--suite", str(folder / "suite.yaml"), "--lengths", "1024"]
-        given += [f"data.{name}={folder}" for name in ("hellaswag", "mmlu", "longbench")]
+        given += [f"data.{name}={folder / name}" for name in ("hellaswag", "mmlu", "longbench")]
         return CliRunner().invoke(app, [*given, "--out", str(tmp_path / "out"), *map(str, more)])
 
     return run
 
 
 def test_any_task_of_lm_eval_runs_by_name(call, folder, tmp_path):
-    """One of the hub's layout, one of a task file of the user's own, and benchmarks as they are published."""
+    """Benchmarks from local folders, and a task file of the user's own."""
     hub, own = tmp_path / "hub", tmp_path / "own"
-    hub.mkdir(), own.mkdir()
-    splits = [{"split": name, "path": "all.jsonl"} for name in ("train", "validation", "test")]
-    configs = yaml.safe_dump({"configs": [{"config_name": "ARC-Easy", "data_files": splits}]})
-    (hub / "README.md").write_text(f"---\n{configs}---\n")
-    choices = {"text": ["a", "b"], "label": ["A", "B"]}
-    (hub / "all.jsonl").write_text(json.dumps({"question": "Q?", "choices": choices, "answerKey": "B"}) + "\n")
-    data = json.dumps({"data_files": {"test": str(folder / "hellaswag_val.jsonl")}})
+    asked = [{"question": "Q?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "B"}]
+    as_on_the_hub(hub, {("ARC-Easy", split): asked for split in ("train", "validation", "test")})
+    own.mkdir()
+    data = json.dumps({"data_files": {"test": str(folder / "hellaswag" / "default-validation.jsonl")}})
     (own / "mine.yaml").write_text(
         f"{{task: mine, dataset_path: json, dataset_kwargs: {data}, output_type: generate_until, test_split: test, "
         'doc_to_text: "{{ctx_a}}", doc_to_target: "{{ctx_b}}", metric_list: [{metric: exact_match}], '
@@ -90,7 +86,7 @@ def test_any_task_of_lm_eval_runs_by_name(call, folder, tmp_path):
     metrics = [(found[task].metric, len(found[task].answers)) for task in ("arc_easy", "mine", "arithmetic_1dc")]
     assert metrics == [("acc_norm", 1), ("exact_match", 3), ("acc", 3)]
     assert found["sciq"].not_run.endswith("; data.sciq=FOLDER names local data")
-    assert "has no test/anatomy_test.csv" in found["mmlu_anatomy"].not_run
+    assert "BuilderConfig 'anatomy' not found" in found["mmlu_anatomy"].not_run
     # Of short prompts the greatest length alone is measured.
     again = call("--tasks", "hellaswag", "--lengths", "1024,1280", "dtype=bfloat16", "--out", tmp_path / "again")
     assert (again.exit_code, "products  in " in again.output) == (0, True), "how bfloat16 is multiplied is said"

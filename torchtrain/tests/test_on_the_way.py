@@ -25,6 +25,7 @@ from torchtrain.evaluation.results import read_result, read_results
 from torchtrain.evaluation.suite import load_suite
 from torchtrain.run import recipe
 from torchtrain.run.verify import read_training
+from torchtrain.tests.measured_results import as_on_the_hub
 from torchtrain.tests.run_fixtures import QUIET
 from torchtrain.tests.tiny import POSITIONS, tiny_tokenizer
 
@@ -36,9 +37,9 @@ def suite(tmp_path_factory):
     """HellaSwag, three short questions, and a task that samples: what a model of 128 positions can be asked."""
     folder = tmp_path_factory.mktemp("suite")
     record = {"activity_label": "A", "ctx_a": "We count.", "ctx_b": "1 2", "endings": ["3 4", "b c", "x", "9 9 9"]}
-    lines = [json.dumps(record | {"label": i, "ctx_b": f"{i} {i + 1}"}) + "\n" for i in range(3)]
-    (folder / "hellaswag_val.jsonl").write_text("".join(lines))
-    data = json.dumps({"data_files": {"test": str(folder / "hellaswag_val.jsonl")}})
+    counts = [record | {"label": str(i), "ctx_b": f"{i} {i + 1}"} for i in range(3)]
+    as_on_the_hub(folder / "data", {("default", split): counts for split in ("train", "validation")})
+    data = json.dumps({"data_files": {"test": str(folder / "data" / "default-train.jsonl")}})
     (folder / "drawn.yaml").write_text(
         f"{{task: drawn, dataset_path: json, dataset_kwargs: {data}, output_type: generate_until, test_split: test, "
         'doc_to_text: "{{ctx_b}}", doc_to_target: "", metric_list: [{metric: exact_match}], '
@@ -49,10 +50,8 @@ def suite(tmp_path_factory):
         "include_path": str(folder),
         "batch_tokens": 1,
         "cache": str(folder / "cache"),
-        "data": {"hellaswag": str(folder), "mmlu": str(folder)},
+        "data": {"hellaswag": str(folder / "data"), "mmlu": str(folder / "data")},
     }
-    (folder / "test").mkdir()
-    (folder / "test" / "virology_test.csv").touch()
     (folder / "suite.yaml").write_text(yaml.safe_dump(tree))
     return folder / "suite.yaml"
 
@@ -146,7 +145,7 @@ def test_not_a_bit_of_the_training_changes(place, suite, measured, tmp_path, ove
     scores = [of for of in found if of.task == "hellaswag"]
     assert [(of.checkpoint, of.step) for of in scores] == [(f"step-0000000{step}", step) for step in (2, 4)]
     assert len({of.settings.weights for of in scores}) == 2
-    assert all("has no test/anatomy_test.csv" in of.not_run for of in found if of.task == "mmlu_anatomy")
+    assert all("BuilderConfig 'anatomy' not found" in of.not_run for of in found if of.task == "mmlu_anatomy")
     # What was measured is what the model of that step, exported, is found to be.
     export = measured / "exports" / "step-00000002"
     again = evaluate(

@@ -11,7 +11,7 @@ from anchorline import environment
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import expand
 from torchtrain.evaluation.suite import IN_2024, TASKS, is_ruler, key_of
-from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, local_data, quiet_library
+from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, quiet_library
 from torchtrain.evaluation.tasks.ruler import as_dataset, open_samples
 
 if TYPE_CHECKING:
@@ -105,8 +105,7 @@ def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrain
         entry = _manager_of(task, include).task_index[task]
         overrides["metadata"] = {**(entry.cfg or {}).get("metadata", {}), "pretrained": folder}
         if setting is not None:
-            kwargs = (entry.cfg or {}).get("dataset_kwargs") or {}
-            overrides |= local_data(task, setting, expand(suite.data[setting]), entry.yaml_path.stem, kwargs)
+            overrides |= _local_data(expand(suite.data[setting]), (entry.cfg or {}).get("dataset_kwargs") or {})
     from lm_eval.models.utils import normalize_gen_kwargs
 
     try:
@@ -125,3 +124,12 @@ def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrain
         if room >= length:
             raise CannotRunError(f"its answers have up to {room:,} tokens, which {length:,} do not hold")
     return Job(task, length, identity, built)
+
+
+def _local_data(folder: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that make a task read a data set of the hub from a folder. `kwargs`: its `dataset_kwargs`."""
+    given = kwargs.get("data_files")
+    if not isinstance(given, dict) or not all(str(file).startswith("hf://datasets/") for file in given.values()):
+        return {"dataset_path": str(folder)}
+    # hf://datasets/OWNER/NAME/FILE: the task asks for files of the hub, whatever its dataset_path is.
+    return {"dataset_kwargs": {**kwargs, "data_files": {k: str(folder / f.split("/", 5)[5]) for k, f in given.items()}}}
