@@ -1,4 +1,6 @@
 """One look for all figures: matplotlib's settings, and how a page includes a drawing."""
+# pyright: reportUnknownMemberType=false
+# matplotlib has incomplete types.
 
 import base64
 import io

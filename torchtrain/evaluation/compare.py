@@ -7,6 +7,8 @@ the next runs of both would differ by more than the samples say.
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from anchorline.errors import UserError, quoted
 from torchtrain.evaluation.intervals import (
     Interval,
@@ -185,7 +187,8 @@ def _format_difference(run: Measured, first: Measured, average: Average) -> str:
     elif all(0 <= scores.min() <= scores.max() <= 1 for scores in (*a, *b)):
         interval, show = paired_interval(a, b), lambda number: f"{100 * number:+.1f}"
     else:  # perplexity, BLEU
-        interval = (average.mean(run) - average.mean(first),) * 3
+        mean = average.mean(run) - average.mean(first)
+        interval = (mean, mean, mean)
     seeds = _over_seeds(run, first, average)
     return _format(interval, show) + ("" if seeds is None else f"; seeds [{show(seeds[1])}, {show(seeds[2])}]")
 
@@ -195,9 +198,9 @@ def _format(interval: Interval, show: Callable[[float], str], deviation: str = "
     return show(mean) + deviation + (f" [{show(low)}, {show(high)}]" if low < high else "")
 
 
-def _of_documents(losses: Sequence[float]) -> Interval:
+def _of_documents(losses: np.ndarray) -> Interval:
     """Return the mean over documents, with its interval if there are enough documents, or else without width."""
-    mean = float(sum(losses) / len(losses))
+    mean = float(losses.mean())
     interval = student_interval(losses) if len(losses) >= _FEWEST_DOCUMENTS else None
     return interval or (mean, mean, mean)
 

@@ -26,11 +26,7 @@ _ADDED = 16  # tokens that are of no byte: special ones, a space in front
 
 
 def check_finite(finite: Tensor | bool, model: "PreTrainedModel") -> None:
-    """Refuse a model whose logits are not finite: it would answer with one token alone.
-
-    Raises:
-        UserError: they are not.
-    """
+    """Raise UserError for a model whose logits are not finite: it would answer with one token alone."""
     if not finite:
         name = quoted(model.name_or_path) if model.name_or_path else "the model"
         raise UserError(f"{name}: its logits are not finite; the checkpoint has diverged, evaluate an earlier one")
@@ -106,16 +102,8 @@ def measure_perplexity(
     length: int,
     pulse: Callable[[], None],
 ) -> dict[str, Any]:
-    """Return the fields of a TaskResult: the losses of a model by document and position.
-
-    Args:
-        model, tokenizer: what is measured.
-        config: the documents.
-        length: tokens of each document.
-        pulse: called after each document.
-
-    Raises:
-        UserError: its logits are not finite.
+    """Return the fields of a TaskResult: the losses of a model by document and position, in documents of `length`
+    tokens. `pulse` is called after each. Raises UserError if its logits are not finite.
     """
     documents, answers = long_documents(config, tokenizer, length), []
     for index, ids in enumerate(documents):

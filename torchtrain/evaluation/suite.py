@@ -13,21 +13,8 @@ from anchorline.files import expand
 from torchtrain.config import MOST_TOKENS, Count, Name, PathText, Section, Source
 
 # RULER's tasks as they are now, in RULER's order, and the tokens a model may generate for each.
-TASKS: dict[str, int] = {
-    "niah_single_1": 128,
-    "niah_single_2": 128,
-    "niah_single_3": 128,
-    "niah_multikey_1": 128,
-    "niah_multikey_2": 128,
-    "niah_multikey_3": 128,
-    "niah_multivalue": 128,
-    "niah_multiquery": 128,
-    "vt": 30,
-    "cwe": 120,
-    "fwe": 50,
-    "qa_1": 32,
-    "qa_2": 32,
-}
+_NIAH = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery")
+TASKS = {**{f"niah_{kind}": 128 for kind in _NIAH}, "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 # Tasks that NVIDIA changed after the paper, as they were in October 2024, and the same tasks as they are now.
 IN_2024 = {"vt_2024_10": "vt", "fwe_2024_10": "fwe"}
 # The paper leaves out two tasks for LLaMA-2, which scores nothing on them.

@@ -20,6 +20,9 @@ _LATEX = str.maketrans({c: f"\\{c}" for c in "#$%&_{}"} | {"~": r"\textasciitild
 _BARS = "Bars are 95 per cent intervals of each run alone; the tables have those of the differences."
 
 
+_Point = tuple[str, float, Measured, Average]  # name of its line, place across, and what its score is
+
+
 class ScoreTable(NamedTuple):
     """A table: its title, the heads of its columns, rows of cells by name, and what is said below it.
 
@@ -126,10 +129,11 @@ def figures_of(runs: Sequence[Measured]) -> list[ScoreFigure]:
         runs: measured alike, as `compare` returns them.
     """
     figures = []
-    by_step = [(run, step) for run in runs for step in sorted({of.step for of in run.results()} - {None})]
-    moves = len(by_step) > len({run.name for run, _ in by_step})
+    steps = [sorted({of.step for of in run.results() if of.step is not None}) for run in runs]
+    by_step = [(run, step) for run, each in zip(runs, steps, strict=True) for step in each]
+    moves = any(len(each) > 1 for each in steps)
 
-    def add(name: str, title: str, note: str, across: str, points: list[tuple[str, float, Measured, Average]]) -> None:
+    def add(name: str, title: str, note: str, across: str, points: Sequence[_Point]) -> None:
         svg = draw_svg(f"evaluation-{name}", partial(_draw, points, across, name.partition("-")[0]))
         figures.append(ScoreFigure(name, title, f"{note}{_BARS}", svg))
 
@@ -150,11 +154,11 @@ def figures_of(runs: Sequence[Measured]) -> list[ScoreFigure]:
     return figures
 
 
-def _draw(points: list[tuple[str, float, Measured, Average]], across: str, up: str, canvas: Canvas) -> None:
+def _draw(points: Sequence[_Point], across: str, up: str, canvas: Canvas) -> None:
     """Draw a line for each run, with the interval of each point."""
     axes, names = canvas.subplots(), [*dict.fromkeys(point[0] for point in points)]
     for i, name in enumerate(names):
-        x, y, low, high = np.array([(x, *_interval(*of)) for run, x, *of in points if run == name]).T
+        x, y, low, high = np.array([(x, *_interval(run, of)) for label, x, run, of in points if label == name]).T
         shift = 1 + 0.012 * (i - (len(names) - 1) / 2) if across == "tokens" else 1.0  # intervals must not overlap
         style = {"color": SERIES[i % len(SERIES)], "linewidth": 1.5, "marker": "o", "markersize": 3.5, "capsize": 2}
         axes.errorbar(x * shift, y, yerr=[y - low, high - y], label=name, **style)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Sample = dict[str, Any]
-Count = Callable[[str], int]  # tokens of a text
 Make = Callable[[int], tuple[str, list[str]]]  # from a size to a prompt with the prefix of its answer, and the answers
 
 _VERSION = "0.4.13"  # of lm-eval
@@ -145,14 +144,6 @@ def make_samples(
 
     The first n samples do not depend on how many are made. Questions (qa) whose own documents do not fit are left out.
 
-    Args:
-        task: one of RULER's.
-        length: tokens, prompt and answer together.
-        samples: how many.
-        seed: of this task alone.
-        tokenizer: of the model.
-        materials: haystack and questions.
-
     Returns:
         Of each: `index`, `input`, `gen_prefix`, `outputs` (the answers), `any` (whether one answer is enough), `length`
         (tokens of prompt, anchor and answer), `max_length`.
@@ -165,13 +156,16 @@ def make_samples(
         raise UserError(
             f"haystack: {len(materials.haystack):,} words are too few for a length of {length:,} tokens; give more text"
         )
-    count = _token_counter(tokenizer, materials.suite.chat_template)
+    more = 1  # token of anchor
+    if materials.suite.chat_template:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        more += len(tokenizer(str(tokenizer.apply_chat_template(turns, tokenize=False))).input_ids)
     first = length // _LENGTH_STEP * _LENGTH_STEP + _LENGTH_STEP
     for tried in (length, *range(first, _MOST_LENGTH_TRIED + 1, _LENGTH_STEP)):
         try:
-            with library() as lm, _seeded(seed, lm):
-                wanted = _Wanted(task, tried, samples if tried == length else 1, seed, count, lm, materials)
-                made = _make(wanted)
+            with library(seed) as lm:
+                number = samples if tried == length else 1
+                made = _make(_Wanted(task, tried, number, seed, tokenizer, more, lm, materials))
         except _NoRoomError:
             continue
         if tried == length:
@@ -187,15 +181,42 @@ class _Library:
         return importlib.import_module(f"lm_eval.tasks.ruler.{name}" + "_utils" * (name != "prepare_niah"))
 
 
+@contextmanager
+def library(seed: int = 42) -> Iterator[_Library]:
+    """Yield lm-eval's modules of RULER, seeded. They print nothing, do not use the network, and leave the process's
+    generators as they were.
+
+    Raises:
+        UserError: another version of lm-eval is installed, or a package is missing.
+    """
+    if version("lm_eval") != _VERSION:
+        raise UserError(
+            f"RULER needs lm_eval {_VERSION}, whose generators make its samples: pip install lm_eval=={_VERSION}"
+        )
+    lm, states = _Library(), (random.getstate(), np.random.get_state())
+    try:
+        with quiet_library(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), patch("nltk.download"):
+            random.seed(seed)
+            np.random.seed(seed)
+            with patch.multiple(lm.fwe, SEED=seed), patch.multiple(lm.qa, SEED=seed):
+                yield lm
+    except ImportError as error:
+        raise UserError(f"RULER needs the package {error.name}: pip install 'anchorline[eval]'") from None
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
 @dataclass(frozen=True)
 class _Wanted:
-    """The samples to make: arguments of `make_samples`, what counts a prompt's tokens, and lm-eval's modules."""
+    """The samples to make: arguments of `make_samples`, tokens that a prompt has besides its text, and lm-eval."""
 
     task: str
     length: int
     samples: int
     seed: int
-    count: Count
+    tokenizer: Any  # a quoted type cannot be resolved where lm-eval loads this file by its path
+    more: int
     lm: _Library
     materials: Materials
 
@@ -204,9 +225,17 @@ class _Wanted:
         """Tokens of the answer."""
         return room_of(self.task)
 
+    def count(self, text: str) -> int:
+        """Return the tokens of a whole prompt as the model reads it, special ones and one of anchor included."""
+        return len(self.tokenizer(text, verbose=False).input_ids) + self.more
+
     def count_part(self, text: str) -> int:
         """Return the tokens of a part of a prompt, without special tokens and anchor."""
         return self.count(text) - self.count("")
+
+    def counter(self, prefix_of: Callable[[str], str] = lambda text: text) -> Callable[[str], Any]:
+        """Return a function that lm-eval can use as a tokenizer, to count a text with the prefix of its answer."""
+        return lambda text: SimpleNamespace(input_ids=range(self.count(prefix_of(text))))
 
 
 def _make(wanted: _Wanted) -> list[Sample]:
@@ -227,57 +256,6 @@ def _make(wanted: _Wanted) -> list[Sample]:
     return samples
 
 
-def _token_counter(tokenizer: "PreTrainedTokenizerFast", chat: bool) -> Count:
-    """Return a counter of the tokens of a whole prompt as the model reads it, special ones and one of anchor included.
-
-    Args:
-        tokenizer: the model's.
-        chat: whether prompts go into its chat template.
-    """
-    more = 1
-    if chat:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-        more += len(tokenizer(str(tokenizer.apply_chat_template(turns, tokenize=False))).input_ids)
-    return lambda text: len(tokenizer(text, verbose=False).input_ids) + more
-
-
-def _as_tokenizer(count: Count, prefix_of: Callable[[str], str] = lambda text: text) -> Callable[[str], Any]:
-    """Return a function that lm-eval can use as a tokenizer, to count a text with the prefix of its answer."""
-    return lambda text: SimpleNamespace(input_ids=range(count(prefix_of(text))))
-
-
-@contextmanager
-def library() -> Iterator[_Library]:
-    """Yield lm-eval's modules of RULER. They print nothing, and do not use the network.
-
-    Raises:
-        UserError: another version of lm-eval is installed, or a package is missing.
-    """
-    if version("lm_eval") != _VERSION:
-        raise UserError(
-            f"RULER needs lm_eval {_VERSION}, whose generators make its samples: pip install lm_eval=={_VERSION}"
-        )
-    try:
-        with quiet_library(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), patch("nltk.download"):
-            yield _Library()
-    except ImportError as error:
-        raise UserError(f"RULER needs the package {error.name}: pip install 'anchorline[eval]'") from None
-
-
-@contextmanager
-def _seeded(seed: int, lm: _Library) -> Iterator[None]:
-    """Seed lm-eval's generators, which are the process's own and two constants. Restore them afterwards."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        random.seed(seed)
-        np.random.seed(seed)
-        with patch.multiple(lm.fwe, SEED=seed), patch.multiple(lm.qa, SEED=seed):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
 def _sentences(kind: str, text: str) -> list[str]:
     """Split a text as `haystack.sentences` says."""
     import nltk
@@ -296,13 +274,10 @@ def _sentences(kind: str, text: str) -> list[str]:
 
 def _needles(wanted: _Wanted) -> list[Sample]:
     """Call lm-eval's function of the task with our tokenizer, haystack, number of samples and seed."""
-    lm, materials = wanted.lm, wanted.materials
-    haystack, (generate, stock) = (
-        materials.suite.haystack,
-        (lm.prepare_niah.generate_samples, lm.prepare_niah.get_haystack),
-    )
+    niah, prepare, materials = wanted.lm.niah, wanted.lm.prepare_niah, wanted.materials
+    haystack, generate, stock = materials.suite.haystack, prepare.generate_samples, prepare.get_haystack
     own = {
-        "TOKENIZER": _as_tokenizer(wanted.count, _with_needle_prefix),
+        "TOKENIZER": wanted.counter(_with_needle_prefix),
         "num_samples": wanted.samples,
         "tokens_to_generate": wanted.room,
         "random_seed": wanted.seed,
@@ -313,8 +288,8 @@ def _needles(wanted: _Wanted) -> list[Sample]:
         "get_tokenizer": lambda _: None,
     }
     split = cache(partial(_sentences, "untrained" if haystack is None else haystack.sentences))
-    with patch.multiple(lm.niah, **changes), patch.multiple(lm.prepare_niah, cached_sent_tokenize=split):
-        return getattr(lm.niah, wanted.task)(max_seq_lengths=[wanted.length])["test"].to_list()
+    with patch.multiple(niah, **changes), patch.multiple(prepare, cached_sent_tokenize=split):
+        return getattr(niah, wanted.task)(max_seq_lengths=[wanted.length])["test"].to_list()
 
 
 def _with_needle_prefix(text: str) -> str:
@@ -342,7 +317,7 @@ def _questions(wanted: _Wanted) -> list[Sample]:
     if not questions:
         raise UserError(f"{task}: {name} holds no question with an answer; give the published file's")
     return qa.generate_samples(
-        tokenizer=_as_tokenizer(wanted.count, lambda text: f"{text} {qa.CONFIG['answer_prefix']}"),
+        tokenizer=wanted.counter(lambda text: f"{text} {qa.CONFIG['answer_prefix']}"),
         docs=documents,
         qas=questions,
         max_seq_length=wanted.length,
@@ -355,7 +330,7 @@ def _frequent_words(wanted: _Wanted) -> list[Sample]:
     fwe, prompt = wanted.lm.fwe, wanted.length - (wanted.room if wanted.task == "fwe" else 0)
     if wanted.count(fwe.TEMPLATE.format(context="", query="")) > prompt or prompt < 4 * 50:
         raise _NoRoomError  # lm-eval would not end. It has a word for every 50 tokens, and asks for three words.
-    return fwe.sys_kwext(tokenizer=_as_tokenizer(wanted.count), max_seq_length=prompt, num_samples=wanted.samples)
+    return fwe.sys_kwext(tokenizer=wanted.counter(), max_seq_length=prompt, num_samples=wanted.samples)
 
 
 def _common_words(wanted: _Wanted) -> list[Sample]:
@@ -467,7 +442,7 @@ def _samples_of(make: Make, size: int, step: int, wanted: _Wanted) -> list[Sampl
     return samples
 
 
-def _fitting(make: Make, size: int, step: int, count: Count, limit: int) -> tuple[str, list[str]]:
+def _fitting(make: Make, size: int, step: int, count: Callable[[str], int], limit: int) -> tuple[str, list[str]]:
     """Make a sample of this size, or of the next smaller one whose prompt has at most `limit` tokens."""
     for _ in range(size // step + _ATTEMPTS):
         text, answers = make(size)
