@@ -20,7 +20,7 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of source": 42_255,
+    "lines of source": 42_155,
     "lines of tests": 26_520,
     "words of docs": 29_060,
     "source files in a folder": 13,

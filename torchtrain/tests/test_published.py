@@ -124,13 +124,6 @@ def test_numbers_of_eleven_tasks_are_not_those_of_thirteen_or_of_tasks_as_they_a
         assert _shown(compare([run], published=published)[0]) == {}
 
 
-def test_hellaswag_is_shown_and_mmlu_and_longbench_are_not(tmp_path, published):
-    """lm-eval's MMLU and LongBench have other prompts than those that were published."""
-    tasks = ["longbench_trec", *(f"mmlu_{i}" for i in range(57)), "hellaswag"]
-    found = _shown(compare([_save(tmp_path / "a", _results(tasks, _training(), LONG))], published=published)[0])
-    assert found == {"Tasks at 65,536 tokens": {"a, published": {"hellaswag": "70.78 (table 7)"}}}
-
-
 def test_a_model_as_it_was_published_is_known_by_its_hub_id(tmp_path, published):
     def shown(name, length, **changes):
         results = _results(["cwe", "vt_2024_10", "hellaswag"], length=length, step=None, **changes)
