@@ -21,7 +21,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_rows() -> PackedRows:
     """Rows of 32 tokens: the anchor, and documents that count up, each from a number of its own."""
-    texts = [" ".join(f"w{(7 * n + i) % 62}" for i in range(5 + n % 11)) for n in range(64)]
+    texts = [" ".join(f"w{(7 * n + i) % 62}" for i in range(5 + n % 11)) for n in range(67)]
     return torchtrain.pack(texts, tiny_tokenizer(), sequence_length=32)
 
 

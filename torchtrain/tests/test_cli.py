@@ -194,30 +194,19 @@ def test_a_run_is_not_overwritten_but_replaced_when_asked(call, tree):
     assert [event["step"] for event in events] == [0, 1, 2, 3, 3]
 
 
-def test_an_interruption_is_one_line(call, tree, monkeypatch):
+def test_an_interruption_is_one_line_and_leaves_no_thread(call, monkeypatch):
+    """The garbage collector may run in the thread of batches, and cannot join the thread it runs in."""
+
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("torchtrain.training.step.accumulate", interrupted)
-    assert one_line(call("train"), code=130) == "torchtrain: interrupted"
+    result = call("train")  # which holds the traceback, and with it every frame
+    assert one_line(result, code=130) == "torchtrain: interrupted"
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]
     monkeypatch.undo()
     # What is left is recognised as a run.
     assert call("train", "--replace", "train.steps=2").exit_code == 0
-
-
-def test_no_thread_outlives_a_run_that_ends_early(call, monkeypatch):
-    """An error of a step does not leave the thread of batches to the garbage collector.
-
-    The collector would close the generator in whichever thread it runs in, its own included, which cannot be joined.
-    """
-
-    def broken(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("torchtrain.training.step.accumulate", broken)
-    result = call("train")  # which holds the traceback, and with it every frame
-    assert result.exit_code == 130
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
 def process(code: str, *arguments: str) -> subprocess.CompletedProcess:
