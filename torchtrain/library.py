@@ -70,6 +70,10 @@ def pack(
     config = settings.validate(PackConfig, given, "pack")
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer: {type(tokenizer).__name__} is no fast tokenizer; load it with AutoTokenizer")
+    if type(append_eos) is not bool:
+        raise UserError(f"append_eos: {quoted(append_eos)}; give True or False")
+    if type(seed) is not int or seed < 0:
+        raise UserError(f"seed: {quoted(seed)}; give an integer of 0 or more")
     _check_documents(documents)
     anchor = anchor_ids(tokenizer, config)
     domains: dict[str, int] = {}
@@ -126,18 +130,30 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     Raises:
         UserError: rows lack an array, or there are none.
     """
-    if not rows:
-        raise UserError("collate: there are no rows")
-    for name in _NEEDED:
-        if name not in rows[0]:
-            raise UserError(
-                f"collate: the rows have no {name}; give rows of torchtrain.pack, and set remove_unused_columns=False "
-                "in TrainingArguments or SFTConfig, which would remove it"
-            )
-    batch = stack([{name: row[name] for name in _NEEDED} for row in rows])
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping) or not (rows := list(rows)):
+        raise UserError("collate: there are no rows; give a list of rows of torchtrain.pack")
+    arrays = [_arrays_of(row, f"collate: rows[{number}]") for number, row in enumerate(rows)]
+    if len(lengths := {len(row["input_ids"]) for row in arrays}) > 1:
+        raise UserError(f"collate: the rows have {sorted(lengths)} tokens; give rows of one sequence_length")
+    batch = stack(arrays)
     targets_BT = batch["shift_labels"]
     first_B1 = torch.full_like(targets_BT[:, :1], IGNORED)
     return batch | {"labels": torch.cat([first_B1, targets_BT[:, :-1]], dim=1)}
+
+
+def _arrays_of(row: Any, where: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a row, int64 [T]."""
+    for name in _NEEDED:
+        if not isinstance(row, Mapping) or name not in row:
+            raise UserError(
+                f"{where}: a {type(row).__name__} with no {name}; give rows of torchtrain.pack, and set "
+                "remove_unused_columns=False in TrainingArguments or SFTConfig, which would remove it"
+            )
+    arrays = {name: np.asarray(row[name]) for name in _NEEDED}
+    for name, x_T in arrays.items():
+        if x_T.shape != (x_T.size or 1,) or len(x_T) != arrays["input_ids"].size or x_T.dtype.kind != "i":
+            raise UserError(f"{where}: {name} is {x_T.dtype} {list(x_T.shape)}; give integers [T], T the same in all")
+    return arrays
 
 
 def _check_documents(documents: Any) -> None:
@@ -174,6 +190,8 @@ def _read(documents: Iterable[Any], text_field: str, domain_field: str | None) -
             content = _as_tokens(content, where)
         elif not content.strip():
             raise UserError(f"{where}: the text is blank; remove it")
+        elif any("\ud800" <= character <= "\udfff" for character in set(content)):
+            raise UserError(f"{where}: the text has half of a surrogate pair; read it with errors='replace'")
         yield domain, content
 
 
@@ -184,9 +202,9 @@ def _as_tokens(content: Any, where: str) -> np.ndarray:
     except ValueError:
         ids = np.zeros(0)
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
-        raise UserError(f"{where}: a {type(content).__name__} is neither a text nor a list of token ids")
+        raise UserError(f"{where}: a {type(content).__name__} is no text and no list of token ids; remove it")
     if ids.min() < 0 or ids.max() >= 2**31:
-        raise UserError(f"{where}: the token ids go from {ids.min()} to {ids.max()}; no token is there")
+        raise UserError(f"{where}: the token ids go from {ids.min()} to {ids.max()}; give the tokenizer's")
     return ids.astype(np.int32)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
 from torchtrain.attention.engines.choice import resolve_engine
 from torchtrain.attention.hf import KEEPS_ANCHOR, MISSING, announced, implementation_name, register
 from torchtrain.attention.masks import MASKED_LAYER_TYPES, NOT_HONOURED, caps_scores, hides_nothing
@@ -56,10 +56,13 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
         raise UserError(
-            f"attach: {type(model).__name__} is not a causal language model of transformers; attach it before DDP, "
-            "FSDP or torch.compile wrap it"
+            f"attach: {type(model).__name__} is not a causal language model of transformers; give one of "
+            "AutoModelForCausalLM, before DDP, FSDP or torch.compile wrap it"
         )
-    name = implementation_name(engine)
+    if inner.device.type == "meta":
+        raise UserError("attach: the model is on the device meta, and has no weights; load them first")
+    if not isinstance(keep_anchor, bool):
+        raise UserError(f"keep_anchor: {quoted(keep_anchor)}; give True or False")
     if engine == DOCUMENTS:
         if keep_anchor:
             raise UserError(
@@ -67,6 +70,7 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
             )
         return _attach_whole(model, inner)
     chosen = resolve_engine(engine, inner.device, inner.dtype, capped=caps_scores(inner.config))
+    name = implementation_name(engine)
     register()
     announced.add((chosen, inner.device.type, inner.dtype))  # in the line below
     before = inner.config._attn_implementation

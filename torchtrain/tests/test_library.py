@@ -101,6 +101,9 @@ def test_columns_that_a_trainer_would_remove_are_named(tmp_path):
         (["w1"], {"variant": "anchors"}, "'anchors' is none of full, intra, intra_reset, anchor"),
         (["w1"], {"strategie": "best_fit"}, "strategie"),
         (["w1"], {"tokenizer": object()}, "tokenizer: object is no fast tokenizer"),
+        (["w1"], {"seed": -1}, "seed: -1; give an integer"),
+        (["w1"], {"append_eos": "no"}, "append_eos: 'no'; give True or False"),
+        (["w1 \ud800"], {}, r"documents\[0\]: the text has half of a surrogate pair"),
     ],
 )
 def test_what_does_not_fit_is_one_line(documents, settings, message):
@@ -108,6 +111,19 @@ def test_what_does_not_fit_is_one_line(documents, settings, message):
     with pytest.raises(UserError, match=message) as raised:
         torchtrain.pack(documents, **given)
     assert "\n" not in str(raised.value)
+
+
+def test_what_collate_cannot_stack_is_one_line():
+    first, second = list(torchtrain.pack(TEXTS, word_tokenizer(), sequence_length=32))[:2]
+    for rows, message in (
+        (first, "there are no rows; give a list"),
+        ([first, 3], r"rows\[1\]: a int with no input_ids"),
+        ([first, {name: x[:8] for name, x in second.items()}], r"\[8, 32\] tokens; give rows of one"),
+        ([first, second | {"position_ids": [1]}], r"rows\[1\]: position_ids is int64 \[1\]"),
+        ([first | {"input_ids": first["input_ids"] * 1.0}], r"input_ids is float\d\d \[32\]; give integers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            torchtrain.collate(rows)
 
 
 def test_a_config_for_longer_rows_is_that_of_a_run_and_longer_rows_without_it_are_warned_of(caplog):
