@@ -17,7 +17,8 @@ help:  ## list the targets
 
 train: setup  ## extend SmolLM2-135M on real documents with AnchorAttention (configs/demo.yaml)
 	@echo "==> training configs/demo.yaml"
-	@$(BIN)/torchtrain train configs/demo.yaml --replace --delete-replaced
+	@rm -rf runs/demo.replaced-*
+	@$(BIN)/torchtrain train configs/demo.yaml --replace
 
 longer: setup  ## about two hours: train configs/longer.yaml, and compare RULER's needle tasks at 2K and 4K before and after
 	@$(BIN)/torchtrain evaluate smollm2 --suite configs/eval/needles.yaml --lengths 2048,4096 --processes 2 --out runs/before

@@ -79,7 +79,7 @@ def pack(
     domains: dict[str, int] = {}
     tokens: list[np.ndarray] = []
     of_document: list[int] = []
-    for domain, ids in _tokenise(_read(documents, text_field, domain_field), tokenizer, append_eos):
+    for domain, ids in _tokenise(_read(documents, len(tokenizer), text_field, domain_field), tokenizer, append_eos):
         tokens.append(ids)
         of_document.append(domains.setdefault(domain, len(domains)))
     if not tokens:
@@ -132,17 +132,15 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """
     if not isinstance(rows, Iterable) or isinstance(rows, Mapping) or not (rows := list(rows)):
         raise UserError("collate: there are no rows; give a list of rows of torchtrain.pack")
-    arrays = [_arrays_of(row, f"collate: rows[{number}]") for number, row in enumerate(rows)]
-    if len(lengths := {len(row["input_ids"]) for row in arrays}) > 1:
-        raise UserError(f"collate: the rows have {sorted(lengths)} tokens; give rows of one sequence_length")
-    batch = stack(arrays)
+    first = _arrays_of(rows[0], "collate: rows[0]")
+    batch = stack([_arrays_of(row, f"collate: rows[{n}]", len(first["input_ids"])) for n, row in enumerate(rows)])
     targets_BT = batch["shift_labels"]
     first_B1 = torch.full_like(targets_BT[:, :1], IGNORED)
     return batch | {"labels": torch.cat([first_B1, targets_BT[:, :-1]], dim=1)}
 
 
-def _arrays_of(row: Any, where: str) -> dict[str, np.ndarray]:
-    """Return the arrays of a row, int64 [T]."""
+def _arrays_of(row: Any, where: str, length: int | None = None) -> dict[str, np.ndarray]:
+    """Return the arrays of a row, int64 [T]; T must be `length`."""
     for name in _NEEDED:
         if not isinstance(row, Mapping) or name not in row:
             raise UserError(
@@ -151,7 +149,7 @@ def _arrays_of(row: Any, where: str) -> dict[str, np.ndarray]:
             )
     arrays = {name: np.asarray(row[name]) for name in _NEEDED}
     for name, x_T in arrays.items():
-        if x_T.shape != (x_T.size or 1,) or len(x_T) != arrays["input_ids"].size or x_T.dtype.kind != "i":
+        if x_T.shape != ((length or arrays["input_ids"].size) or 1,) or x_T.dtype.kind != "i":
             raise UserError(f"{where}: {name} is {x_T.dtype} {list(x_T.shape)}; give integers [T], T the same in all")
     return arrays
 
@@ -166,7 +164,9 @@ def _check_documents(documents: Any) -> None:
         raise UserError(f"documents: is a {type(documents).__name__}; give a list of texts, or a data set")
 
 
-def _read(documents: Iterable[Any], text_field: str, domain_field: str | None) -> Iterator[tuple[str, Any]]:
+def _read(
+    documents: Iterable[Any], vocabulary: int, text_field: str, domain_field: str | None
+) -> Iterator[tuple[str, Any]]:
     """Yield (domain, text or token ids) of each document."""
     for number, document in enumerate(documents):
         where, domain, content = f"documents[{number}]", "documents", document
@@ -187,7 +187,7 @@ def _read(documents: Iterable[Any], text_field: str, domain_field: str | None) -
                 f"{where}: domain_field {quoted(domain_field)} belongs to dicts; give dicts, or leave it out"
             )
         if not isinstance(content, str):
-            content = _as_tokens(content, where)
+            content = _as_tokens(content, vocabulary, where)
         elif not content.strip():
             raise UserError(f"{where}: the text is blank; remove it")
         elif any("\ud800" <= character <= "\udfff" for character in set(content)):
@@ -195,7 +195,7 @@ def _read(documents: Iterable[Any], text_field: str, domain_field: str | None) -
         yield domain, content
 
 
-def _as_tokens(content: Any, where: str) -> np.ndarray:
+def _as_tokens(content: Any, vocabulary: int, where: str) -> np.ndarray:
     """Return token ids, int32 [tokens]."""
     try:
         ids = np.asarray(content)
@@ -203,8 +203,8 @@ def _as_tokens(content: Any, where: str) -> np.ndarray:
         ids = np.zeros(0)
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"{where}: a {type(content).__name__} is no text and no list of token ids; remove it")
-    if ids.min() < 0 or ids.max() >= 2**31:
-        raise UserError(f"{where}: the token ids go from {ids.min()} to {ids.max()}; give the tokenizer's")
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        raise UserError(f"{where}: the token ids go from {ids.min()} to {ids.max()}; give those of 0..{vocabulary - 1}")
     return ids.astype(np.int32)
 
 
@@ -214,15 +214,9 @@ def _tokenise(
     """Yield (domain, token ids) of each document, in order; what has no token is left out."""
     encoder = Encoder(tokenizer, "text")
     eos = [tokenizer.eos_token_id] if append_eos and tokenizer.eos_token_id is not None else []
-    largest = len(tokenizer)
     while batch := list(islice(documents, _AT_A_TIME)):
         encoded = encoder.encode([content for _, content in batch if isinstance(content, str)])
         for domain, content in batch:
-            if isinstance(content, str):
-                ids = np.append(next(encoded), np.array(eos, dtype=np.int32))
-            else:
-                ids = content
-                if ids.max() >= largest:
-                    raise UserError(f"documents: hold the token id {ids.max()}; the tokenizer has {largest} tokens")
+            ids = np.append(next(encoded), np.array(eos, np.int32)) if isinstance(content, str) else content
             if len(ids):
                 yield domain, ids

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError
 from torchtrain.attention.engines.choice import resolve_engine
 from torchtrain.attention.hf import KEEPS_ANCHOR, MISSING, announced, implementation_name, register
 from torchtrain.attention.masks import MASKED_LAYER_TYPES, NOT_HONOURED, caps_scores, hides_nothing
@@ -61,8 +61,6 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
         )
     if inner.device.type == "meta":
         raise UserError("attach: the model is on the device meta, and has no weights; load them first")
-    if not isinstance(keep_anchor, bool):
-        raise UserError(f"keep_anchor: {quoted(keep_anchor)}; give True or False")
     if engine == DOCUMENTS:
         if keep_anchor:
             raise UserError(

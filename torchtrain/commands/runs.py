@@ -20,15 +20,11 @@ def train(
     replace: Annotated[
         bool, typer.Option("--replace", help="if run.folder holds a run, rename it to FOLDER.replaced-N first")
     ] = False,
-    delete_replaced: Annotated[
-        bool, typer.Option("--delete-replaced", help="with --replace: delete the renamed folder")
-    ] = False,
 ) -> None:
     """Train a model, and export it into run.folder as a Hugging Face folder.
 
     The run writes model/ (loads with AutoModelForCausalLM and AutoTokenizer), metrics.jsonl, loss.png, config.yaml with
-    every default, and run.json. Converted models and tokens are kept in data.cache. Mistakes are reported before
-    run.folder is made, as far as possible.
+    every default, and run.json. Converted models and tokens are kept in data.cache.
 
     Example: torchtrain train configs/demo.yaml train.steps=20 run.folder=runs/short
 
@@ -38,8 +34,6 @@ def train(
     with report_once():
         from torchtrain.config import load_config
 
-        if delete_replaced and not replace:
-            raise UserError("--delete-replaced: works only together with --replace; add that, or leave it out")
         config = load_config(file, overrides or [])
         if os.environ.get("RANK", "0") == "0":
             from torchtrain.run.folder import RunFolder
@@ -49,7 +43,7 @@ def train(
 
         from torchtrain.run.recipe import train as run  # isort: skip
 
-        _run(lambda: run(config, replace=replace, delete_replaced=delete_replaced, started=started))
+        _run(lambda: run(config, replace=replace, started=started))
 
 
 def _run(run: Callable[[], Any]) -> None:

@@ -3,8 +3,6 @@
 Both set the run up first, so nothing is made or removed for a run that does not fit.
 """
 
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -43,13 +41,12 @@ class Opening:
         self.checkpoints = Checkpoints(folder.checkpoints)
         self.leads = world.rank == 0
 
-    def open_new(self, set_up: Callable[[], Setup], replace: bool, delete_replaced: bool, locks: ExitStack) -> Setup:
+    def open_new(self, set_up: Callable[[], Setup], replace: bool, locks: ExitStack) -> Setup:
         """Set up a new run, and make its folder.
 
         Args:
             set_up: makes model and rows.
             replace: if the folder holds a run, rename it to FOLDER.replaced-N.
-            delete_replaced: remove that folder once the new one is made.
             locks: hold the folder for as long as they last.
 
         Raises:
@@ -63,9 +60,7 @@ class Opening:
             if self.leads:
                 replaced = locks.enter_context(self.folder.create(self.config, setup.record, replace))
                 self._note_start(0, setup)
-                if replaced is not None and delete_replaced:
-                    shutil.rmtree(replaced, ignore_errors=True)
-                if replaced is not None and os.path.lexists(replaced):
+                if replaced is not None:
                     self.log(f"replaced  the old run is in {replaced}")
         self._check_shared()
         return setup

@@ -64,7 +64,6 @@ def train(
     config: Config,
     *,
     replace: bool = False,
-    delete_replaced: bool = False,
     console: Console | None = None,
     started: float | None = None,
 ) -> Result | None:
@@ -75,7 +74,6 @@ def train(
     Args:
         config: what `load_config` returned.
         replace: if the folder holds a run, rename it to FOLDER.replaced-N.
-        delete_replaced: with `replace`, remove that folder once the new run's folder is made.
         console: where people look; default: standard error.
         started: when the process began, by `time.perf_counter`; default: now.
 
@@ -92,7 +90,7 @@ def train(
     with Termination() as termination, _join(config) as world, ExitStack() as locks:
         trainer = Trainer(config, console, world, termination, started)
         trainer.check(new=True)
-        return trainer.train(trainer.opening.open_new(trainer.set_up, replace, delete_replaced, locks))
+        return trainer.train(trainer.opening.open_new(trainer.set_up, replace, locks))
 
 
 def resume(

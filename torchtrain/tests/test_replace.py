@@ -1,4 +1,4 @@
-"""`--replace` moves the old run aside; only `--delete-replaced` removes it."""
+"""`--replace` moves the old run aside."""
 
 import os
 import shutil
@@ -27,14 +27,6 @@ def test_replace_keeps_the_old_run_with_all_it_holds(fresh, done):
     assert next(status_lines(done)).endswith("finished")
     train(done, replace=True)
     assert sorted(path.name for path in here.iterdir()) == ["run", "run.replaced-1", "run.replaced-2"]
-
-
-def test_delete_replaced_removes_it(fresh, done, place):
-    train, here = fresh
-    assert place.train("unused", "--delete-replaced") == 2
-    assert "--delete-replaced: works only together with --replace" in place.last_line("unused")
-    train(done, replace=True, delete_replaced=True)
-    assert [path.name for path in here.iterdir()] == ["run"]
 
 
 def test_only_a_run_that_nobody_works_on_is_replaced(fresh, done, tmp_path):
