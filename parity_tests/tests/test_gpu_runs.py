@@ -96,6 +96,48 @@ def assert_errs_no_more(found, straight, exact):
         assert verdict.passed, f"{kind}: {verdict}"
 
 
+@pytest.mark.parametrize(
+    ("recomputed", "lora"),
+    [(True, None), ("keep_attention", None), (True, {"rank": 16})],
+    ids=["every weight", "attention kept", "adapters"],
+)
+def test_a_run_holds_the_memory_that_plan_says(tmp_path, record_property, recomputed, lora):
+    """Of 0.3 G weights at 32K tokens. The allocator's fragments are not counted on either side."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "head_dim": 64}
+    config = LlamaConfig(
+        vocab_size=32_000,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=32_768,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=258,
+        **sizes,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": "abcdefgh" * 700 + str(i)}) + "\n" for i in range(40)))
+    place = make_place(
+        tmp_path,
+        None,
+        tmp_path / "model",
+        documents,
+        model={"attention": "flash", "activation_checkpointing": recomputed, "lora": lora},
+        pack={"sequence_length": 32_768, "variant": "anchor"},
+        train={"steps": 3, "sequences_per_step": 2, "learning_rate": 1e-4, "schedule": "constant"},
+        data={"sources": [{"files": str(documents)}], "cache": str(tmp_path / "cache"), "held_out_share": 0.1},
+        save={"every": 3, "keep": 1, "last": 1},
+    )
+    folder = train(place, "run")
+    lines = (folder / "timing.jsonl").read_text().splitlines()
+    measured = max(event.get("memory_gib", 0) for event in map(json.loads, lines))
+    planned = count_memory(load_config(place.config), Shapes(config), 1).gpu / 2**30
+    record_property("measured_gib", round(measured, 3))
+    record_property("planned_gib", round(planned, 3))
+    assert planned == pytest.approx(measured, rel=0.05)
+
+
 def test_a_run_that_is_killed_resumes_with_the_same_bits(place, straight):
     assert start(place, "train", "killed", die=("gradient", 5)) == -signal.SIGKILL, place.log("killed")
     assert start(place, "resume", "killed") == 0, place.log("killed")
@@ -149,45 +191,3 @@ def test_a_run_whose_rows_all_gpus_share(place):
     shared, alone = train(place, "shared", *together, processes=GPUS), train(place, "alone", together[1])
     exact = losses(train(place, "two", together[1], "model.dtype=float32", "model.attention=sdpa"))
     assert_errs_no_more(losses(shared), alone, exact)
-
-
-@pytest.mark.parametrize(
-    ("recomputed", "lora"),
-    [(True, None), ("keep_attention", None), (True, {"rank": 16})],
-    ids=["every weight", "attention kept", "adapters"],
-)
-def test_a_run_holds_the_memory_that_plan_says(tmp_path, record_property, recomputed, lora):
-    """Of 0.3 G weights at 32K tokens. The allocator's fragments are not counted on either side."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "head_dim": 64}
-    config = LlamaConfig(
-        vocab_size=32_000,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        max_position_embeddings=32_768,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=258,
-        **sizes,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    documents = tmp_path / "documents.jsonl"
-    documents.write_text("".join(json.dumps({"text": "abcdefgh" * 700 + str(i)}) + "\n" for i in range(40)))
-    place = make_place(
-        tmp_path,
-        None,
-        tmp_path / "model",
-        documents,
-        model={"attention": "flash", "activation_checkpointing": recomputed, "lora": lora},
-        pack={"sequence_length": 32_768, "variant": "anchor"},
-        train={"steps": 3, "sequences_per_step": 2, "learning_rate": 1e-4, "schedule": "constant"},
-        data={"sources": [{"files": str(documents)}], "cache": str(tmp_path / "cache"), "held_out_share": 0.1},
-        save={"every": 3, "keep": 1, "last": 1},
-    )
-    folder = train(place, "run")
-    lines = (folder / "timing.jsonl").read_text().splitlines()
-    measured = max(event.get("memory_gib", 0) for event in map(json.loads, lines))
-    planned = count_memory(load_config(place.config), Shapes(config), 1).gpu / 2**30
-    record_property("measured_gib", round(measured, 3))
-    record_property("planned_gib", round(planned, 3))
-    assert planned == pytest.approx(measured, rel=0.05)

@@ -43,6 +43,8 @@ MIXERS = frozenset(
 # Decoder layers that get `document_ids`, and the child to which they do not pass them.
 _HANDS_NOTHING_ON = {
     "JambaMambaDecoderLayer": "mamba",
+    "Lfm2DecoderLayer": "conv",  # of transformers 5.17; its layers of attention have no such child
+    "Lfm2MoeDecoderLayer": "conv",
     "NemotronDecoderLayer": "self_attn",
     "StableLmDecoderLayer": "self_attn",
 }
@@ -70,11 +72,11 @@ def separate_layers(model: nn.Module) -> ExitStack:
         if name in MIXERS and not is_mixer(module):
             module.forward = partial(_run, module)  # type: ignore[method-assign]
             undo.callback(delattr, module, "forward")
-        if name in _HANDS_NOTHING_ON and not hasattr(module, _HELD):
+        child = getattr(module, _HANDS_NOTHING_ON.get(name, ""), None)
+        if child is not None and not hasattr(module, _HELD):
             setattr(module, _HELD, {})
             undo.callback(delattr, module, _HELD)
             undo.callback(module.register_forward_pre_hook(_hold, with_kwargs=True).remove)
-            child = module.get_submodule(_HANDS_NOTHING_ON[name])
             undo.callback(child.register_forward_pre_hook(partial(_hand_on, module), with_kwargs=True).remove)
     return undo
 

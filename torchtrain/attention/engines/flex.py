@@ -1,6 +1,6 @@
 """Engine `flex`: compiled FlexAttention under the plan's block mask (`torchtrain.attention.block_mask`).
 
-Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
+Legend: B batch · T tokens of a row · U T, padded to whole blocks · H query heads · K key/value heads · D head_dim.
 """
 
 import functools
@@ -48,14 +48,14 @@ def attend_flex(
         options["score_mod"] = _cap(layer.softcap)
     if not q_BTHD.is_cuda:  # the compiled CPU kernel gives no log-sum-exp
         return _compiled_flex_attention()(*padded, **options)[:, :, :T].transpose(1, 2), None
-    out_BHTD, aux = _compiled_flex_attention()(*padded, **options, return_aux=AuxRequest(lse=True))
-    lse_BHT = aux.lse
+    out_BHUD, aux = _compiled_flex_attention()(*padded, **options, return_aux=AuxRequest(lse=True))
+    lse_BHU = aux.lse
     if sinks_H is not None:  # FlexAttention differentiates its log-sum-exp
-        out_BHTD = (out_BHTD * torch.sigmoid(lse_BHT - sinks_H.float()[:, None])[..., None]).to(q_BTHD.dtype)
-        lse_BHT = torch.logaddexp(lse_BHT, sinks_H.float()[:, None])
+        out_BHUD = (out_BHUD * torch.sigmoid(lse_BHU - sinks_H.float()[:, None])[..., None]).to(q_BTHD.dtype)
+        lse_BHU = torch.logaddexp(lse_BHU, sinks_H.float()[:, None])
     # FlexAttention's kernels choose the log-sum-exp of a query that sees nothing; the rule says -inf.
-    lse_BHT = lse_BHT[:, :, :T].detach().masked_fill((plan.document_ids_BT == PADDING)[:, None], float("-inf"))
-    return out_BHTD[:, :, :T].transpose(1, 2), lse_BHT
+    lse_BHT = lse_BHU[:, :, :T].detach().masked_fill((plan.document_ids_BT == PADDING)[:, None], float("-inf"))
+    return out_BHUD[:, :, :T].transpose(1, 2), lse_BHT
 
 
 @functools.cache
