@@ -66,9 +66,10 @@ def _attention(result: dict[str, Any]) -> str:
 
 
 def _step(result: dict[str, Any]) -> str:
+    several = len({row["tokens"] for row in result["rows"]}) > 1
     rows = [
         (
-            row["loop"],
+            f"{row['tokens']:,}, {row['loop']}" if several else row["loop"],
             format_spread(row["of_yardstick"]),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['mfu']:.0%}",
