@@ -9,6 +9,7 @@ from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
 from jaxref.weights import from_arrays, parameter_shapes
 
+UNIT_RATIO = 2.0**-29  # unit roundoff of float64 (2^-53) over that of float32 (2^-24)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # Token ids are all different, so the gradient of an embedding row is the gradient of one token. 0: anchor, -1: padding.
@@ -80,3 +81,16 @@ def batch(variant: str) -> dict[str, np.ndarray]:
         "shift_labels": labels,
         "domain_ids": np.where(documents > 0, documents % 2, -1),
     }
+
+
+def assert_float64_of(got64, got32, truth) -> None:
+    """Errors of one computation scale with the unit roundoff, so float32's own error, scaled, bounds float64's.
+
+    The factor 2 and one rounding of the truth's own size are the project's rule for any candidate.
+    """
+    got64, got32, truth = np.asarray(got64), np.asarray(got32), np.asarray(truth)
+    np.testing.assert_array_equal(np.isinf(got64), np.isinf(truth))
+    got64, got32, truth = (x[np.isfinite(truth)] for x in (got64, got32, truth))
+    error64, error32 = np.abs(got64 - truth).max(), np.abs(got32 - truth).max()
+    assert error32 > 0
+    assert error64 <= 2 * error32 * UNIT_RATIO + 2.0**-53 * np.abs(truth).max()

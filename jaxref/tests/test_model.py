@@ -14,25 +14,14 @@ import pytest
 from jaxref.model import Decoder, _run_layer
 from jaxref.rope_spec import RopeSpec
 from jaxref.rounding import preset
-from jaxref.tests.decoders import FAMILIES, TOKENS, VARIANTS, WINDOWED, row, tiny
+from jaxref.tests.decoders import FAMILIES, TOKENS, VARIANTS, WINDOWED, assert_float64_of, row, tiny
 from jaxref.weights import to_arrays
 
 EXACT, FP32, HF_BF16 = preset("exact"), preset("fp32"), preset("hf_eager_bf16")
-UNIT_RATIO = 2.0**-29  # unit roundoff of float64 (2^-53) over that of float32 (2^-24)
 
 
 def visible(documents: np.ndarray, q: int, k: int) -> bool:
     return bool(k <= q and documents[q] != -1 and documents[k] != -1 and documents[k] in (documents[q], 0))
-
-
-def assert_float64_of(got64, got32, truth) -> None:
-    """Rounding errors of one computation scale with the unit roundoff: float32's own error, scaled, bounds float64's.
-
-    The factor 2 and the one rounding of the truth's own size are the project's rule for any candidate.
-    """
-    error64, error32 = np.abs(np.asarray(got64) - truth).max(), np.abs(np.asarray(got32) - truth).max()
-    assert error32 > 0
-    assert error64 <= 2 * error32 * UNIT_RATIO + 2.0**-53 * np.abs(truth).max()
 
 
 def numpy_parameters(decoder: Decoder) -> dict[str, np.ndarray]:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxref.rounding import preset
-from jaxref.tests.decoders import tiny
-from jaxref.tests.test_model import UNIT_RATIO, assert_float64_of, numpy_layer, numpy_parameters, visible
+from jaxref.tests.decoders import UNIT_RATIO, assert_float64_of, tiny
+from jaxref.tests.test_model import numpy_layer, numpy_parameters, visible
 from ropestudy.compute.conditions import CONDITIONS
 from ropestudy.compute.engine import Pair, Row, Stream, compare
 from ropestudy.compute.measures import Sums, queries_of_columns, sample, weights

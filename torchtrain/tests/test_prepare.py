@@ -144,14 +144,6 @@ def test_an_empty_corpus_is_refused(tmp_path, records, message):
     assert stored(tmp_path) == []
 
 
-def test_a_file_that_breaks_off_leaves_nothing(corpus, tmp_path):
-    (tmp_path / "right.jsonl").rename(tmp_path / "right.jsonl.gz")
-    broken = corpus.model_copy(update={"sources": [corpus.sources[0], Source(files=str(tmp_path / "right.jsonl.gz"))]})
-    with pytest.raises(UserError, match=r"breaks off after line 0"):
-        prepare(broken, word_tokenizer())
-    assert stored(tmp_path) == []
-
-
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
 def test_an_interruption_leaves_nothing_and_the_next_attempt_works(corpus, tmp_path, interruption):
     def interrupt(progress):
@@ -194,12 +186,6 @@ def test_two_processes_at_once_make_one_store(tmp_path):
     expected = f"20000 {sum(i % 50 + 3 + 4 + 2 for i in range(20_000))}"
     assert sorted(out.strip() for out, _ in outputs) == [f"tokenised {expected}", f"tokens reused {expected}"]
     assert len(stored(tmp_path)) == 1
-
-
-def test_a_cache_that_cannot_be_written_is_refused(corpus, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"data.cache '.*file' cannot be written: .*; choose another folder"):
-        prepare(corpus.model_copy(update={"cache": str(tmp_path / "file")}), word_tokenizer())
 
 
 def test_a_slow_tokenizer_is_refused(corpus):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from anchorline.errors import UserError
 from torchtrain.config import DataConfig, MixtureConfig, PackConfig, Preparation, PrepareConfig, Source, TokenizerConfig
@@ -162,11 +161,6 @@ def test_it_takes_what_the_slow_twin_takes(corpus, mixture):
 def test_shares_that_do_not_fit_are_refused(shares, message):
     with pytest.raises(UserError, match=message):
         draw_repeats(np.array([1, 2, 3]), np.array([0, 1, 2]), NAMES, MixtureConfig(shares=shares))
-
-
-def test_two_ways_to_want_long_documents_are_one_too_many():
-    with pytest.raises(ValidationError, match="long_share and long_weight exclude each other"):
-        MixtureConfig(long_share=0.5, long_weight=2)
 
 
 def test_what_is_taken_trains_as_often_and_nothing_of_it_is_held_out():
