@@ -11,7 +11,6 @@ from torchtrain.config import (
     MOST_TOKENS,
     DataConfig,
     ModelConfig,
-    Real,
     Section,
     SmallCount,
     TokenizerConfig,
@@ -48,10 +47,6 @@ class AttentionBench(Section):
     heads: SmallCount = Field(default=32, description="query heads")
     kv_heads: SmallCount = Field(default=8, description="key and value heads")
     head_dim: Annotated[int, Field(ge=8, le=512)] = Field(default=128, description="width of a head")
-    check_tokens: Annotated[int, Field(ge=64, le=8192)] = Field(
-        default=1024,
-        description="tokens of the row on which all cases are judged against float64 before they are timed",
-    )
     dense_tokens: Tokens = Field(default=4096, description="tokens of the longest row for a T x T mask")
 
     @model_validator(mode="after")
@@ -68,7 +63,6 @@ class StepBench(Section):
     layers: SmallCount | None = Field(default=None, description="use only the first layers, this many; default: all")
     lengths: Lengths = Field(default=[1024, 2048, 4096], description="tokens a row")
     loops: list[Loop] = Field(default=LOOPS, min_length=1, max_length=4, description="loops that take turns")
-    learning_rate: Real = Field(default=1e-5, description="AdamW's learning rate")
     ceiling: Annotated[int, Field(ge=64, le=2**15)] = Field(
         default=2048, description="rows and columns of square matrices whose product gives the device's peak FLOP/s"
     )

@@ -30,7 +30,7 @@ def bench_tree(tree):
             **{"lengths": [96], "dtypes": ["float32"], "rows": ["least"], "engines": ["flash", "sdpa", "dense"]},
             # Without FlexAttention, which compiles for a minute.
             **{"rivals": ["BOS per document", "dense mask"], "heads": 4, "kv_heads": 2, "head_dim": 8},
-            **{"check_tokens": 64, "dense_tokens": 64},
+            "dense_tokens": 64,
         },
         "step": {"model": {"source": source, "dtype": "float32"}, "lengths": [64], "layers": 1, "ceiling": 64},
     }
