@@ -47,7 +47,8 @@ def evaluate(
         suite: tasks, samples and materials.
         lengths: tokens, prompt and answer together.
         out: folder of the results; finished ones are kept.
-        anchor: put the training's anchor (BOS, or EOS where there is none) before each prompt that does not begin so.
+        anchor: put the run's `pack.anchor` before each prompt that does not begin so; of a model without a run, BOS, or
+            EOS where there is none.
         processes: how many share the tasks, each with its own model, and its own GPU where there are some.
         log: folder for lm-eval's own logs of the same results; None: none are written.
         say: takes lines of progress.
@@ -128,7 +129,8 @@ def _open(checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], anchor: 
             f"--lengths {max(lengths)}: {quoted(checkpoint.source)} holds {most:,} positions; give no more, or extend "
             "the model first"
         )
-    ids = anchor_ids(tokenizer, PackConfig(sequence_length=2)) if anchor else []
+    own = checkpoint.training.anchor if checkpoint.training else "auto"
+    ids = anchor_ids(tokenizer, PackConfig(sequence_length=2, anchor=own)) if anchor else []
     if suite.backend == "vllm" and ids and tokenizer("a").input_ids[:1] != ids:
         raise UserError("--anchor: with backend vllm the tokenizer itself must put it there; set backend: torch")
     name = suite.dtype or ("float32" if config.dtype is None else str(config.dtype).removeprefix("torch."))

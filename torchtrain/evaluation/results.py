@@ -42,6 +42,7 @@ class Training(_Strict):
 
     model: str  # `model.source` of its run
     variant: str
+    anchor: int | list[int] | Literal["auto"] = "auto"  # `pack.anchor`
     split: str | None = None  # `pack.split`, if the variant interleaves
     sequence_length: int
     rope: dict[str, Any]  # rope_parameters of the model that was trained

@@ -32,6 +32,7 @@ def describe_training(config: Config, record: Mapping[str, Any]) -> Training:
     return Training(
         model=config.model.source,
         variant=config.pack.variant,
+        anchor=config.pack.anchor,
         split=config.pack.split if config.pack.interleave else None,
         sequence_length=config.pack.sequence_length,
         rope=identity.get("model", {}).get("rope_parameters") or {},

@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from anchorline.errors import UserError
 from torchtrain.cli import app
 from torchtrain.evaluation.compare import compare
-from torchtrain.evaluation.results import read_result
+from torchtrain.evaluation.evaluate import evaluate
+from torchtrain.evaluation.measure import Checkpoint
+from torchtrain.evaluation.results import Training, read_result
 from torchtrain.evaluation.suite import IN_2024, TASKS, Suite, room_of
 from torchtrain.evaluation.tasks import ruler
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials
@@ -282,6 +284,23 @@ def test_evaluate_goes_on_where_it_stopped_and_tells_what_did_not_run(call, mode
     (out / "model" / "perplexity-1024.json").unlink()
     with pytest.raises(UserError, match=r"'out' and 'few' were not measured alike: .* has other samples"):
         compare([out, tmp_path / "few"])
+
+
+def test_the_anchor_of_a_run_precedes_its_prompts(settings, model, tmp_path):
+    suite = Suite.model_validate(settings | {"tasks": ["fwe"], "perplexity": None, "samples": 1})
+    training = Training(
+        model="tiny",
+        variant="anchor",
+        anchor=[7, 9],
+        sequence_length=1024,
+        rope={},
+        steps=1,
+        sequences_per_step=1,
+        data={},
+    )
+    of_run = Checkpoint("run", 1, str(model), training)
+    (result,) = evaluate([of_run], suite, [1024], tmp_path, anchor=True, say=lambda line: None)
+    assert result.settings.anchor == [7, 9]
 
 
 def test_a_task_that_is_not_known_is_one_line_that_names_the_nearest(call, model, tmp_path, monkeypatch):
