@@ -21,7 +21,7 @@ SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
     "lines of source": 42_155,
-    "lines of tests": 26_455,
+    "lines of tests": 26_530,
     "words of docs": 29_350,
     "source files in a folder": 13,
     "settings without description": 0,
