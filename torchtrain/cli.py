@@ -30,11 +30,13 @@ for _command in (
     *(results.evaluate, results.compare),
     benchmarks.bench,
 ):
-    app.command(name=_command.__name__.replace("_", "-"))(_command)
+    app.command(name=_command.__name__)(_command)
 
 
 def main() -> None:
-    """Entry point of the command `torchtrain`."""
+    """Entry point of the command `torchtrain`. `config --help KEY` is `config --explain KEY`."""
+    if sys.argv[1:2] == ["config"] and sys.argv[2:3] in (["--help"], ["-h"]) and len(sys.argv) == 4:
+        sys.argv[2] = "--explain"
     app()
 
 

@@ -1,7 +1,6 @@
 """`torchtrain init`: a first config for the user's documents and model, checked before it is written."""
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +25,21 @@ _LENGTH = 65_536  # largest default length of a row
 _GIB = 2**30
 
 
-def write_first_config(
-    data: str, model: str, out: Path, length: int | None = None, log: Callable[[str], None] = print
-) -> Config:
-    """Write a commented config of at most 25 lines that trains `model` on longer rows of `data`.
+def write_first_config(data: str, model: str, out: Path, length: int | None = None) -> None:
+    """Write a commented config of at most 25 lines that trains `model` on longer rows of `data`; print what was seen.
 
     Args:
-        data: a .jsonl or .parquet file, a text file, or a folder of them.
+        data: a .jsonl or .parquet file, a text file, or a folder of them; it exists.
         model: a folder, or a hub id.
-        out: the file.
+        out: the file, which does not exist.
         length: tokens of a row; default: twice the model's positions, at most 65,536.
-        log: called with lines about the documents, the model and the memory.
 
     Raises:
-        UserError: `out` exists, `data` has no documents, or the model does not fit. Nothing is written then.
+        UserError: `data` has no documents, or the model does not fit. Nothing is written then.
     """
-    if out.exists():
-        raise UserError(f"--out {quoted(out)}: exists; choose another name, or remove it")
-    if out.suffix not in (".yaml", ".yml"):
-        raise UserError(f"--out {quoted(out)}: is not the name of a YAML file; end it with .yaml")
     section, size = _find_documents(data)
     texts = _sample(section)
-    folder = resolve_source(model, "cache", log, needs="tokenizer")
+    folder = resolve_source(model, "cache", print, needs="tokenizer")
     own = open_config(folder)
     positions: int = own.max_position_embeddings
     length = length or max(positions, min(2 * positions, _LENGTH))
@@ -66,20 +58,17 @@ def write_first_config(
         raise UserError(f"--out {quoted(out)}: {disk_fault(error)}; choose another") from None
     try:
         config = load_config(out)
-        log(f"documents {size / 2**20:,.1f} MiB, about {tokens:,} tokens; the first {len(texts)} were read")
-        log(f"model     {model}: {positions:,} positions, {length:,} with this config")
-        log(f"memory    {_memory_line(config)}")
+        print(f"documents {size / 2**20:,.1f} MiB, about {tokens:,} tokens; the first {len(texts)} were read")
+        print(f"model     {model}: {positions:,} positions, {length:,} with this config")
+        print(f"memory    {_memory_line(config)}")
     except BaseException:
         out.unlink(missing_ok=True)
         raise
-    return config
 
 
 def _find_documents(data: str) -> tuple[dict[str, Any], int]:
     """Return the entry of `data.sources` for the documents, and their bytes on the disk."""
     path = expand(data)
-    if not path.exists():
-        raise UserError(f"DATA {quoted(data)}: no such file or folder; give documents: .jsonl, .parquet or text files")
     if path.is_file():
         kind = "files" if path.name.endswith(KINDS) else "texts" if path.suffix in _TEXTS else None
         if kind is None:
@@ -104,6 +93,8 @@ def _with_text_field(section: dict[str, Any]) -> dict[str, Any]:
         records = [] if "text" in fields else list(items(place, {name: name for name in fields}))[:_SAMPLE]
     else:
         fields, records = {}, list(itertools.islice(items(place, {}), _SAMPLE))
+    if not fields and not records:
+        raise UserError(f"DATA {quoted(place)}: holds no record; give documents")
     for _, record in records:
         for name, value in record.items() if isinstance(record, dict) else ():
             fields[name] = max(fields.get(name, 0), len(value) if isinstance(value, str) else 0)

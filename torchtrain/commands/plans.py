@@ -1,12 +1,14 @@
 """The verbs before a run: init, plan, config."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from anchorline.command import finite
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
+from anchorline.files import expand
 from torchtrain.commands.arguments import MOST, MOST_PROCESSES, ConfigFile, Overrides
 from torchtrain.commands.ending import report_once
 
@@ -28,6 +30,14 @@ def init(
     Example: torchtrain init documents.jsonl HuggingFaceTB/SmolLM2-135M --out mine.yaml
     """
     with report_once():
+        # Before the imports, which take seconds.
+        if not os.path.exists(expand(data)):
+            raise UserError(f"DATA {quoted(data)}: no such file or folder; give .jsonl, .parquet or text files")
+        if out.exists():
+            raise UserError(f"--out {quoted(out)}: exists; choose another name, or remove it")
+        if out.suffix not in (".yaml", ".yml"):
+            raise UserError(f"--out {quoted(out)}: is not the name of a YAML file; end it with .yaml")
+
         from transformers.utils import logging
 
         from torchtrain.commands.first_config import write_first_config

@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import model_validator
 
 from anchorline import settings
+from anchorline.errors import UserError, quoted
 from torchtrain.config.data import DataConfig
 from torchtrain.config.distributed import DistributedConfig
 from torchtrain.config.model import ModelConfig
@@ -66,7 +67,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: see `anchorline.settings.load`.
     """
-    return settings.load(Config, path, overrides, example=EXAMPLE, prepare=fill_empty_sections)
+
+    def fill(tree: settings.Tree) -> settings.Tree:
+        if (others := [name for name in ("tokenizer", "prepare") if name in tree]) and "run" not in tree:
+            held = f"it has {', '.join(others)}; give it to that, or write a run's config (`torchtrain init`)"
+            raise UserError(f"config {quoted(path)}: is one of `torchtrain prepare`: {held}")
+        return fill_empty_sections(tree)
+
+    return settings.load(Config, path, overrides, example=EXAMPLE, prepare=fill)
 
 
 def load_preparation(path: str | Path, overrides: Sequence[str] = ()) -> Preparation:

@@ -57,9 +57,9 @@ def evaluate(
         UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
     """
     check_suite(suite, lengths)
+    models = [_open(checkpoint, suite, lengths, anchor, say) for checkpoint in checkpoints]
     with kept.writing_to_out():
         out.mkdir(parents=True, exist_ok=True)
-    models = [_open(checkpoint, suite, lengths, anchor, say) for checkpoint in checkpoints]
     jobs = [plan(model, suite, lengths, out, say) for model in models]  # all checks come before any weight
     if processes > 1:
         # Each process gets every n-th job, the longest first. lm-eval would deal samples, so that batches would differ

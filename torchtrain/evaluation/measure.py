@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -194,7 +195,7 @@ def _run(lm: Any, model: EvaluatedModel, job: Job, suite: Suite, log: Path | Non
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()[:16]
     tracker = None if log is None else EvaluationTracker(output_path=str(log))
     run: Any = simple_evaluate
-    with quiet_library():
+    with quiet_library(), patch("lm_eval.evaluator.get_git_commit_hash"):  # git complains outside of a clone
         found = run(
             model=lm,
             tasks=[job.built],

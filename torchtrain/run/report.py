@@ -145,14 +145,9 @@ def final_table(before: HeldOut, after: HeldOut, tokens_seen: int, tokens_per_se
 
 
 def _add(table: Table, name: str, before: Mean, after: Mean) -> None:
-    if before.value is not None and after.value is not None:
-        numbers = (
-            f"{before.tokens:,}",
-            f"{before.value:.4f}",
-            f"{after.value:.4f}",
-            f"{after.value - before.value:+.4f}",
-        )
-        table.add_row(escape(name), *numbers)  # a domain may be called [x], which is markup
+    old, new = before.value, after.value
+    if old is not None and new is not None:  # a domain may be called [x], which is markup
+        table.add_row(escape(name), f"{before.tokens:,}", f"{old:.4f}", f"{new:.4f}", f"{new - old:+.4f}")
 
 
 def plot(events: Sequence[Mapping[str, Any]]) -> bytes:

@@ -177,22 +177,6 @@ def test_models_that_the_engines_do_not_honour(call, tree, model_folder, family,
     assert not Path(tree["run"]["folder"]).exists()
 
 
-def test_a_run_is_not_overwritten_but_replaced_when_asked(call, tree):
-    folder = Path(tree["run"]["folder"])
-    assert call("train", "train.steps=2").exit_code == 0
-    record = (folder / "run.json").read_text()
-
-    assert "already holds a run; choose another, or --replace it" in one_line(call("train", "train.steps=3"))
-    assert (folder / "run.json").read_text() == record
-    # A mistake under --replace costs nothing either.
-    one_line(call("train", "--replace", "rope.theta=keep"))
-    assert (folder / "model" / "model.safetensors").is_file()
-
-    assert call("train", "--replace", "train.steps=3").exit_code == 0
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events] == [0, 1, 2, 3, 3]
-
-
 def test_an_interruption_is_one_line_and_leaves_no_thread(call, monkeypatch):
     """The garbage collector may run in the thread of batches, and cannot join the thread it runs in."""
 

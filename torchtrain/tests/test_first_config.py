@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from torchtrain.cli import app
+from torchtrain.cli import app, main
 from torchtrain.config import load_config
 from torchtrain.tests.tiny import POSITIONS
 
@@ -46,6 +46,7 @@ def test_the_config_that_init_writes_trains(corpus, model_folder, tmp_path, monk
         ("nothing", None, "a.yaml", "DATA 'nothing': no such file or folder"),
         ("empty", None, "a.yaml", "DATA 'empty': the folder holds none of "),
         ("numbers.jsonl", None, "a.yaml", "no record has a field that holds text"),
+        ("blank.jsonl", None, "a.yaml", "DATA 'blank.jsonl': holds no record; give documents"),
         ("docs.jsonl", "/no/such", "a.yaml", "no folder with a config.json here"),
         ("docs.jsonl", None, "docs.jsonl", "--out docs.jsonl: exists"),
         ("docs.jsonl", None, "a.txt", "--out a.txt: is not the name of a YAML file"),
@@ -54,6 +55,7 @@ def test_the_config_that_init_writes_trains(corpus, model_folder, tmp_path, monk
 def test_what_init_refuses_leaves_no_file(model_folder, tmp_path, monkeypatch, data, model, out, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.jsonl").write_text("\n")
     (tmp_path / "numbers.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "docs.jsonl").write_text('{"text": "one two"}\n')
     before = sorted(tmp_path.iterdir())
@@ -81,15 +83,40 @@ def test_version(module):
     assert re.fullmatch(r"\S+ \d+\.\d+\.\d+\n", told)
 
 
-def test_a_run_in_the_folder_is_refused_before_torch_is_imported(tree, write_config):
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["train", "{config}"], "already holds a run"),
+        (["init", "nothing", "model"], "DATA 'nothing': no such file or folder"),
+        (["init", "{config}", "model", "--out", "{config}"], "exists; choose another name"),
+    ],
+)
+def test_what_costs_nothing_to_check_is_refused_before_torch_is_imported(tree, write_config, command, message):
     folder = Path(tree["run"]["folder"])
     folder.mkdir()
     (folder / "run.json").write_text('{"made_by": "torchtrain train"}')
     code = "import sys; sys.modules['torch'] = None; from torchtrain.cli import main; main()"
-    command = [sys.executable, "-c", code, "train", str(write_config(tree))]
-    told = subprocess.run(command, capture_output=True, text=True)
+    given = [word.format(config=write_config(tree)) for word in command]
+    told = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
     assert told.returncode == 2
-    assert "already holds a run" in told.stderr
+    assert message in told.stderr
+
+
+@pytest.mark.parametrize("verb", ["train", "config", "plan"])
+def test_a_config_of_prepare_is_called_that(tmp_path, verb):
+    (tmp_path / "p.yaml").write_text(
+        "tokenizer: {source: m}\ndata: {sources: [{files: a.jsonl}]}\nprepare: {workers: 2}\n"
+    )
+    told = call(verb, tmp_path / "p.yaml")
+    assert told.exit_code == 2
+    assert "p.yaml: is one of `torchtrain prepare`: it has tokenizer, prepare; give it to that" in told.stderr
+
+
+def test_help_with_a_key_explains_it(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["torchtrain", "config", "--help", "train.betas"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out == call("config", "--explain", "train.betas").stdout
 
 
 # --- a system that lacks what only Linux has --------------------------------------------------------------------------

@@ -322,6 +322,7 @@ def test_bad_input_is_one_line(call, model, tmp_path):
         if not path.name.startswith(("tokenizer", "special")):
             (bare / path.name).write_bytes(path.read_bytes())
     assert "bare': holds no tokenizer" in _line(call(bare, "--out", tmp_path / "o"))
+    assert not (tmp_path / "o").exists()
     (tmp_path / "file").write_text("")
     unwritable = call(model, "--out", tmp_path / "file" / "o")
     assert re.search("--out: not a directory .*; choose a folder that can be written", _line(unwritable))
