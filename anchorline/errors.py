@@ -13,11 +13,8 @@ class UserError(ValueError):
 def disk_fault(error: OSError) -> str:
     """Return the message of an error of the system with the file's name: "no space left on device (PATH)"."""
     message = one_line(error.strerror).lower() if error.strerror else one_line(error)
-    return (
-        f"{message} ({quoted(Path(os.fsdecode(error.filename)))})"
-        if isinstance(error.filename, str | bytes)
-        else message
-    )
+    named = isinstance(error.filename, str | bytes)
+    return f"{message} ({quoted(Path(os.fsdecode(error.filename)))})" if named else message
 
 
 def quoted(value: object, most: int = _MOST_QUOTED) -> str:

@@ -45,10 +45,8 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
     length = length or max(positions, min(2 * positions, _LENGTH))
     tokenizer = open_tokenizer(folder)
     check_tokenizer(tokenizer, own.vocab_size)
-    bytes_a_token = sum(len(t.encode()) for t in texts) / max(
-        1, sum(len(tokenizer(t, verbose=False)["input_ids"]) for t in texts)
-    )
-    tokens = int(size / bytes_a_token)
+    sampled = sum(len(tokenizer(text, verbose=False)["input_ids"]) for text in texts)
+    tokens = int(size * sampled / max(1, sum(len(text.encode()) for text in texts)))
     steps = max(1, min(_MOST_STEPS, round(0.95 * tokens / (length * _ROWS_A_STEP))))
     text = _yaml(section, model, out, length, positions, tokens, steps)
     try:
