@@ -6,7 +6,7 @@ import scipy.stats
 
 from torchtrain.evaluation import tables
 from torchtrain.evaluation.compare import compare, tables_of_run
-from torchtrain.evaluation.results import NotRun
+from torchtrain.evaluation.results import NotRun, Training
 from torchtrain.evaluation.suite import TASKS
 from torchtrain.evaluation.tables import figures_of
 from torchtrain.tests.measured_results import perplexity_result, save_results, save_seeds, task_result
@@ -178,3 +178,12 @@ def test_perplexity_has_an_interval_over_three_documents_or_more(losses):
             text += f" [{low:.2f}, {high:.2f}]"
         assert table.rows[0][1][0] == text
         assert table.notes[1].startswith("n = 3 documents;" if len(losses) >= 3 else f"n = {len(losses)}: too few")
+
+
+def test_perplexity_says_whether_the_run_was_trained_on_the_text():
+    facts = {"model": "m", "variant": "full", "sequence_length": 1024, "rope": {}, "steps": 1, "sequences_per_step": 1}
+    for demo, known in (("speeches", True), ("code", False)):
+        training = Training(**facts, data={"sources": [{"demo": demo, "split": "train"}]})
+        identity = {"text": "speeches", "source": {"demo": "speeches"}}
+        (table,) = tables_of_run([perplexity_result(training=training, identity=identity)])
+        assert table.notes[0].startswith(f"Of speeches{', which the run was trained on' * known}; ")
