@@ -164,6 +164,11 @@ def test_any_other_task_has_a_row_and_one_without_samples_no_interval(tmp_path):
     save_results(tmp_path / "b", bleu.model_copy(update={"values": {"bleu": 30.0}}))
     (table,) = compare([tmp_path / "a", tmp_path / "b"])[0]
     assert table.rows[0][1] == ["31.250", "30.000", "-1.250"]
+    for name, value in (("a-1", 31.25), ("a-2", 30.25), ("b-1", 33.25), ("b-2", 33.25)):
+        save_results(tmp_path / name, bleu.model_copy(update={"values": {"bleu": value}}))
+    (table,) = compare([f"{of}={tmp_path / of}-1,{tmp_path / of}-2" for of in "ab"])[0]
+    low, high = scipy.stats.ttest_1samp([2.0, 3.0], 0).confidence_interval()
+    assert table.rows[0][1][2] == f"+2.500; seeds [{low:+.3f}, {high:+.3f}]"
 
 
 @pytest.mark.parametrize("losses", [[2.0, 2.2, 1.9], [2.0], [1.0, 9.0]])
