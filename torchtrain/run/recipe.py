@@ -277,9 +277,9 @@ class Trainer:
         return losses
 
     def _log_estimate(self, setup: Setup, counter: FlopCounter, seconds: float) -> None:
-        """Say how long the run takes at least, by the rate of the held-out rows and the work of the first step's rows.
+        """Estimate the run's time by the rate of the held-out rows and the work of the first step's rows.
 
-        A backward pass often runs at a lower rate than the forward passes that are measured here.
+        A backward pass often runs at a lower rate than these forward passes, and other work slows down either.
         """
         train, first_rows = self.config.train, range(min(self.config.train.sequences_per_step, 8))
         again = 4 / 3 if setup.record["activation_checkpointing"] else 1  # at most one more forward pass
@@ -288,8 +288,8 @@ class Trainer:
         step = sum(per_row) / len(per_row) * train.sequences_per_step / held_out * seconds
         whole = train.steps * step + seconds
         self.log(
-            f"estimate  {timedelta(seconds=round(whole))} from here at least: {train.steps:,} steps of {step:,.0f} s "
-            f"or more, then {seconds:,.0f} s for held-out documents again"
+            f"estimate  {timedelta(seconds=round(whole))} from here, by the speed of the held-out rows: "
+            f"{train.steps:,} steps of {step:,.0f} s, then {seconds:,.0f} s for held-out documents again"
         )
 
     @contextmanager
