@@ -119,6 +119,33 @@ _NAMES: dict[Any, str] = {
 _SIZES = {name: size for size, names in _NAMES.items() for name in names.split()} | {"is_decoder": True}
 
 
+# The order of the first three is a source's. A test trains and exports a tiny model of each.
+MOST_USED = {
+    **{
+        "Qwen 3": "qwen3",
+        "Llama 3": "llama",
+        "gpt-oss": "gpt_oss",
+        "Qwen 2.5": "qwen2",
+        "Qwen 3.5": "qwen3_5_moe_text",
+    },
+    **{"Gemma 3": "gemma3_text", "Gemma 4": "gemma4_text", "Mistral": "mistral", "DeepSeek V3, R1": "deepseek_v3"},
+    **{"Phi 4": "phi3", "GLM 4.5": "glm4_moe", "OLMo 3": "olmo3", "Granite 4": "granitemoehybrid"},
+    **{"Nemotron-H": "nemotron_h", "LFM2": "lfm2"},
+}
+_SOURCE = """
+## The most downloaded
+
+On Hugging Face Qwen (942.1 million downloads to March 2026) is before Llama (The ATOM Report, arXiv 2604.07190, 8 April
+2026) and gpt-oss (srigadicherlaxyz.vercel.app/blog/open-weight-llms-2026). A leaderboard of June 2026 (solmaz.io) adds
+Gemma 4 and Qwen 3.6, which is of the type qwen3_5_moe. No source that could be read ranks the others.
+
+Tests of this repository train a tiny model of each, resume it, export it, and compare the reloaded export with
+transformers in float64 (`-k "trains_resumes or learns"` of `torchtrain/tests/test_train.py`). Parity is the verdict of
+this page's sweep.
+
+| family | model type | training | export | parity |
+| --- | --- | --- | --- | --- |"""
+
 # Encoders, encoder-decoders and decoders of before 2023, which nobody extends; and heads of speech and music.
 LEFT_OUT = {
     *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small"),
@@ -447,7 +474,9 @@ def page(rows: list[FamilyRow]) -> str:
     for (verdict, why, alone), families in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
         cells = (", ".join(families), verdict, why, alone)
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-    return "\n".join([*lines, ""])
+    verdicts = {row.family: row.verdict for row in rows}
+    used = [f"| {name} | {kind} | tested | tested | {verdicts.get(kind)} |" for name, kind in MOST_USED.items()]
+    return "\n".join([*lines, _SOURCE, *used, ""])
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from anchorline.tolerance import judge
 from parity_tests import cli, families
 from parity_tests.families import NOT_BUILT, REFUSED, RIGHT, WHOLE, FamilyRow
 from parity_tests.zoo import discover
+from torchtrain.tests import tiny
 from torchtrain.tests.data_fixtures import word_tokenizer
 
 BUGS = discover()
@@ -20,7 +21,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
 def rows_of_the_page() -> dict[str, FamilyRow]:
-    lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
+    page = PAGE.read_text("utf-8").partition("## The most")[0]
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[2:]]
     return {family: FamilyRow(family, *rest) for families_, *rest in cells for family in families_.split(", ")}
 
@@ -29,6 +31,10 @@ def test_every_family_of_transformers_has_its_row_and_none_is_wrong():
     rows = rows_of_the_page()
     assert sorted(rows) == families.causal_families(), "run `make families`"
     assert {row.verdict for row in rows.values()} == {RIGHT, REFUSED, NOT_BUILT}
+    # The most downloaded are right, and tiny models of them are trained and exported by a test.
+    assert len(families.MOST_USED) == 15
+    assert set(families.MOST_USED.values()) <= {*tiny.FAMILIES, *tiny.MORE_FAMILIES}
+    assert {rows[kind].verdict for kind in families.MOST_USED.values()} == {RIGHT}
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "gemma2", "gpt_oss", "mamba", "falcon", "deepseek_v4"])

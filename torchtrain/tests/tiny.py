@@ -12,13 +12,20 @@ from transformers import (
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    NemotronHConfig,
+    Olmo3Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
     Qwen3NextConfig,
 )
@@ -69,6 +76,22 @@ MORE_FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "granitemoehybrid": (
         GraniteMoeHybridConfig,
         _MAMBA | _HYBRID | {"num_local_experts": 4, "shared_intermediate_size": 16, "logits_scaling": 3.0},
+    ),
+    "phi3": (Phi3Config, {"sliding_window": None}),
+    "olmo3": (Olmo3Config, {"sliding_window": 20, **_LAYERS}),
+    "glm4_moe": (Glm4MoeConfig, _EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
+    "gemma4_text": (
+        Gemma4TextConfig,
+        _LAYERS
+        | {"sliding_window": 20, "global_head_dim": 8, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": VOCABULARY},
+    ),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, _DELTA | _EXPERTS | _HYBRID),
+    "lfm2": (Lfm2Config, {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "nemotron_h": (
+        NemotronHConfig,
+        {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16}
+        | {"layers_block_type": ["mamba", "attention"], "max_position_embeddings": 2 * POSITIONS},  # without RoPE
     ),
     "falcon_h1": (FalconH1Config, _MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5}),
 }
