@@ -136,15 +136,14 @@ _SOURCE = """
 ## The most downloaded
 
 On Hugging Face Qwen (942.1 million downloads to March 2026) is before Llama (The ATOM Report, arXiv 2604.07190, 8 April
-2026) and gpt-oss (srigadicherlaxyz.vercel.app/blog/open-weight-llms-2026). A leaderboard of June 2026 (solmaz.io) adds
-Gemma 4 and Qwen 3.6, which is of the type qwen3_5_moe. No source that could be read ranks the others.
+2026) and gpt-oss (srigadicherlaxyz.vercel.app/blog/open-weight-llms-2026). No source
+that could be read ranks the others.
 
-Tests of this repository train a tiny model of each, resume it, export it, and compare the reloaded export with
-transformers in float64 (`-k "trains_resumes or learns"` of `torchtrain/tests/test_train.py`). Parity is the verdict of
-this page's sweep.
+A test trains a tiny model of each, resumes it, exports it, and compares the reloaded export with transformers
+(`-k trains_resumes` of `torchtrain/tests/test_train.py`). Parity is the verdict above.
 
-| family | model type | training | export | parity |
-| --- | --- | --- | --- | --- |"""
+|family|model type|training|export|parity|
+|---|---|---|---|---|"""
 
 # Encoders, encoder-decoders and decoders of before 2023, which nobody extends; and heads of speech and music.
 LEFT_OUT = {
@@ -475,7 +474,7 @@ def page(rows: list[FamilyRow]) -> str:
         cells = (", ".join(families), verdict, why, alone)
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     verdicts = {row.family: row.verdict for row in rows}
-    used = [f"| {name} | {kind} | tested | tested | {verdicts.get(kind)} |" for name, kind in MOST_USED.items()]
+    used = [f"|{name}|{kind}|tested|tested|{verdicts.get(kind)}|" for name, kind in MOST_USED.items()]
     return "\n".join([*lines, _SOURCE, *used, ""])
 
 

@@ -23,7 +23,15 @@ from torchtrain.modeling.source import open_config
 from torchtrain.run.recipe import resume, train
 from torchtrain.run.setup import pack_rows
 from torchtrain.tests.runs import assert_same
-from torchtrain.tests.tiny import MORE_FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
+from torchtrain.tests.tiny import (
+    FAMILIES,
+    MORE_FAMILIES,
+    POSITIONS,
+    VOCABULARY,
+    tiny_config,
+    tiny_model,
+    tiny_tokenizer,
+)
 from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.optimizer import Optimizer
@@ -72,8 +80,8 @@ def test_loss_falls_and_the_export_loads(run, model_folder, family, variant, ove
     assert tokenizer.model_max_length == 2 * POSITIONS
 
 
-@pytest.mark.parametrize("family", MORE_FAMILIES)
-def test_a_family_with_more_than_the_rule_trains_resumes_exports_and_reloads(run, tmp_path, model_folder, family):
+@pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
+def test_a_family_trains_resumes_exports_and_reloads(run, tmp_path, model_folder, family):
     theta = "keep" if family == "nemotron_h" else "5e6"  # attention without RoPE
     result = run(
         f"model.source={model_folder(family)}", f"rope.theta={theta}", "train.steps=4", "save.every=2", "save.keep=2"
