@@ -219,7 +219,7 @@ def tiny_config(family: str) -> PretrainedConfig:
 
 def _shrink(config: PretrainedConfig) -> PretrainedConfig:
     own, more = config.to_dict(), _OWN_SIZES.get(config.model_type, {})
-    changes = {name: value for name, value in _SIZES.items() if own.get(name) is not None}
+    changes: dict[str, Any] = {name: value for name, value in _SIZES.items() if own.get(name) is not None}
     changes |= {name: 0.0 for name, value in own.items() if isinstance(value, float) and _drops(name)}
     changes |= {name: _shrink(getattr(config, name)) for name in config.sub_configs if getattr(config, name, None)}
     return type(config)(**(changes | more))

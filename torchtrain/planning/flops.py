@@ -9,7 +9,8 @@ alone. A live pair is a (query, key) pair that the mask leaves, on average over 
 window: 2 D FLOPs for the score and 2 E for the value, per head and layer, three times over with the backward pass.
 Padding, norms and softmax are not counted: this is the model's work, not the machine's: what is computed a second time
 in the backward pass is not counted either. Dense models only: of a mixture of experts it counts every expert. Of a
-layer that carries a state (Mamba, linear attention) it counts the matrices, not the state's own steps.
+layer that carries a state (Mamba, linear attention) it counts the matrices, not the state's own steps, and the
+anchor once, though the layer computes it again for every document.
 
 A frozen weight (`model.lora`) takes 4 where a trained one takes 6: it has no gradient of its own. What reads a frozen
 embedding, the first layer's q, k and v, needs no gradient of what it takes either; it is counted as if it did.
