@@ -20,9 +20,9 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of source": 42_185,
-    "lines of tests": 26_530,
-    "words of docs": 29_450,
+    "lines of source": 42_275,
+    "lines of tests": 26_585,
+    "words of docs": 29_460,
     "source files in a folder": 13,
     "settings without description": 0,
 }

@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 HEADS = ((4, 2), (4, 4), (4, 1))  # groups of 2, of 1, and multi-query
-HEAD_DIMS = (64, 96, 128)  # each in one more case of a whole check
-ODD, THREES = 96, (6, 2)  # and with it groups of 3
+# Each in one more case of a whole check, with heads of its own: many, groups of 3, the usual ones.
+HEAD_DIMS: dict[int, tuple[int, int] | None] = {64: (16, 8), 96: (6, 2), 128: None, 256: None}
 TellResult = Callable[[CaseResult, int, int], None]
 
 
@@ -56,7 +56,7 @@ def check_attention(
     Args:
         fn: takes q, k, v and the documents (see `Adapter`); returns out, or (out, log-sum-exp).
         layouts: names of `LAYOUTS`; None is all, those with windows, caps and sinks where `fn` takes them, and head_dim
-            64, 96 and 128 in one case each.
+            64, 96, 128 and 256 in one case each.
         dtypes: `float32`, `bfloat16`, `float16`; None is what it declares, else float32 and bfloat16.
         heads: (query heads, key/value heads) pairs; None is groups of 2, 1 and 4.
         head_dim: of all of them.
@@ -119,9 +119,11 @@ def make_cases(
     ]
     if everything:
         others = [size for size in HEAD_DIMS if size != head_dim]
-        by_size = {size: THREES if default and size == ODD else heads[0] for size in others}
+        own = [(HEAD_DIMS[size] if default else None) or heads[0] for size in others]
         cases += [
-            CheckCase(LAYOUTS["anchor"], *by_size[size], size, dtype, seed) for size in others for dtype in dtypes
+            CheckCase(LAYOUTS["anchor"], h, k, size, dtype, seed)
+            for size, (h, k) in zip(others, own, strict=True)
+            for dtype in dtypes
         ]
     return cases
 

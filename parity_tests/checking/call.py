@@ -6,6 +6,7 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -219,26 +220,34 @@ class Candidate:
     def forward(self, q_BTHD: np.ndarray, k_BTKD: np.ndarray, v_BTKD: np.ndarray) -> Arrays:
         """`out`, and `lse` if it comes back, in the function's dtypes. Raises Unusable, also for changed inputs."""
         arrays = self._arrays(q_BTHD, k_BTKD, v_BTKD)
-        before = [self.library.numpy(x).copy() for x in arrays]
-        watched = {n: x for n, x in self._keywords.items() if self.library.is_array(x)}
-        watched_before = {n: self.library.numpy(x).copy() for n, x in watched.items()}
-        returned = self._guard("", lambda: self.library.forward(self._call, arrays))
-        for name, x, was in zip(_NAMES, arrays, before, strict=True):
-            if self.library.numpy(x).tobytes() != was.tobytes():
-                raise Unusable(f"changes its input {name} in place")
-        for name, x in watched.items():
-            if self.library.numpy(x).tobytes() != watched_before[name].tobytes():
-                raise Unusable(f"changes its input {self.how.signature.keywords.get(name, name)} in place")
+        with self._unchanged({f"its input {name}": x for name, x in zip(_NAMES, arrays, strict=True)}):
+            returned = self._guard("", lambda: self.library.forward(self._call, arrays))
         return self._read(returned)
+
+    @contextmanager
+    def _unchanged(self, arrays: dict[str, Any]) -> Iterator[None]:
+        """Refuse a call that changes what it is given."""
+        parameters = self.how.signature.keywords
+        given = {
+            f"its input {parameters.get(n, n)}": x for n, x in self._keywords.items() if self.library.is_array(x)
+        } | arrays
+        before = {name: self.library.numpy(x).tobytes() for name, x in given.items()}
+        yield
+        for name, x in given.items():
+            if self.library.numpy(x).tobytes() != before[name]:
+                raise Unusable(f"changes {name} in place")
 
     def forward_and_pull(self, q_BTHD: np.ndarray, k_BTKD: np.ndarray, v_BTKD: np.ndarray) -> tuple[Arrays, Pull]:
         """The same with gradients: a function from the output's cotangent [B, T, H, D] to `dq`, `dk`, `dv`."""
         arrays = self._arrays(q_BTHD, k_BTKD, v_BTKD)
-        returned, library_pull = self._guard("with gradients, ", lambda: self.library.vjp(self._call, arrays))
+        named = {f"its input {name}": x for name, x in zip(_NAMES, arrays, strict=True)}
+        with self._unchanged(named):
+            returned, library_pull = self._guard("with gradients, ", lambda: self.library.vjp(self._call, arrays))
 
         def pull(weight_BTHD: np.ndarray) -> Arrays:
             weight = self._cotangent(weight_BTHD)
-            grads = self._guard("backward ", lambda: library_pull(weight))
+            with self._unchanged(named | {"the output's gradient": weight}):
+                grads = self._guard("backward ", lambda: library_pull(weight))
             results = {}
             for i, (name, grad, x) in enumerate(zip(_NAMES, grads, arrays, strict=True)):
                 if grad.shape != x.shape:
@@ -253,20 +262,27 @@ class Candidate:
         weight, handed = self.library.array(self._lay_out(weight_BTHD, 0)), self.case.layout.handed
         return self.library.hand(weight, handed, 2 if self.how.adapter.layout == "BTHD" else 1)
 
-    def gradient_alone(self, which: int, *qkv: np.ndarray, weight_BTHD: np.ndarray) -> np.ndarray:
-        """The gradient of q, k or v (0, 1, 2) where the other two have none. In torch only."""
-        arrays = self._arrays(*qkv)
-        arrays[which] = arrays[which].detach().requires_grad_()
+    def some_gradients(self, which: str, *qkv: np.ndarray, weight_BTHD: np.ndarray, another: bool = False) -> Arrays:
+        """The gradients of some of `qkv` where the rest has none, in torch only.
+
+        another: a second forward pass, on other numbers, comes before the backward pass, as the next layer's does.
+        """
+        arrays = [x.detach().requires_grad_(n in which) for n, x in zip(_NAMES, self._arrays(*qkv), strict=True)]
 
         def pull() -> Any:
             with torch.enable_grad():
                 returned = self._call(*arrays)
+                if another:
+                    self._call(*[(0 * x.detach()).requires_grad_() for x in arrays])
             out = returned[0] if isinstance(returned, tuple | list) else returned
-            return torch.autograd.grad(out, arrays[which], self._cotangent(weight_BTHD))[0]
+            return torch.autograd.grad(out, [x for x in arrays if x.requires_grad], self._cotangent(weight_BTHD))
 
-        name = _NAMES[which]
-        grad = self._guard(f"with a gradient of {name} alone, ", pull)
-        return self._store(self.library.numpy(grad), which, self.case.kv_heads if which else self.case.heads)
+        grads = self._guard(f"with gradients of {which} alone, ", pull)
+        found: Arrays = {}
+        for name, grad in zip(which, grads, strict=True):
+            heads = self.case.heads if name == "q" else self.case.kv_heads
+            found[f"d{name}"] = self._store(self.library.numpy(grad), "qkv".index(name), heads)
+        return found
 
     def in_modes(self) -> Iterator[tuple[str, Callable[..., np.ndarray | None]]]:
         """Words and a call that gives `out`; None where the function cannot be called in that way at all."""

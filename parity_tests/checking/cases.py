@@ -50,7 +50,9 @@ class Layout:
     """A batch of packed rows: document ids (0 anchor, 1.. documents, -1 padding), and what is special about them.
 
     scale_factor: the scale over head_dim ** -0.5.
-    large: documents have logits of size: all near +100, all near -100, one key that dominates, equal keys, in turn.
+    large: documents have logits of size: all near +100, all near -100, one key in the middle that dominates, equal
+        keys, in turn.
+    sizes: values are 2^17 times as large, the output's cotangent 2^-60 times; in float16, which cannot hold it, usual.
     handed: how torch arrays lie in memory: `usual`; `sliced` out of one product that has q, k and v (packed ones: k and
         v), with NaN before and behind; `transposed` (tokens and heads the other way round); `expanded` (one key/value
         head, repeated by a stride of 0). The output's cotangent alike.
@@ -61,6 +63,7 @@ class Layout:
     rows: tuple[tuple[int, ...], ...]
     scale_factor: float = 1.0
     large: bool = False
+    sizes: bool = False
     handed: Literal["usual", "sliced", "transposed", "expanded"] = "usual"
     window: int | None = None
     keep_anchor: bool = False
@@ -121,7 +124,7 @@ def _row(*pieces: tuple[int, int]) -> tuple[int, ...]:
     return tuple(document for document, tokens in pieces for _ in range(tokens))
 
 
-# 47 and 523 tokens: multiples of nothing a kernel blocks by. Only two lengths, so that code is compiled twice.
+# 47 and 523 tokens: multiples of nothing a kernel blocks by. Few lengths, so that code is compiled seldom.
 _FULL = _row((1, 47))
 _INTRA = _row((1, 19), (2, 5), (3, 23))
 _ANCHOR = _row((0, 1), (1, 18), (2, 5), (3, 23))
@@ -151,7 +154,8 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             Layout("long_apart", (_row((1, 140), (-1, 135), (2, 60), (1, 30), (3, 128), (2, 30)),)),
             Layout("many_documents", (_row(*((i + 1, 3 if i == 7 else 2) for i in range(261))),)),
             Layout("one_long", (_row((0, 2), (1, 1040), (2, 11)),)),
-            Layout("another_scale", (_INTRA,), scale_factor=0.3),
+            Layout("whole_blocks", (_row((1, 128)), _row((1, 16), (2, 16), (3, 96))), large=True),
+            Layout("another_scale", (_INTRA,), scale_factor=0.3, sizes=True),
             Layout("larger_scale", (_INTRA,), scale_factor=1.7),
             Layout("large_logits", (_row((1, 13), (2, 11), (3, 12), (4, 11)),), large=True),
             Layout("large_logits_anchor", (_row((0, 3), (1, 10), (2, 11), (3, 12), (4, 8), (-1, 3)),), large=True),
@@ -212,6 +216,8 @@ class CheckCase:
         q, k, v, weight = (random.standard_normal((B, T, n, self.head_dim)) for n in heads)
         if self.layout.large:
             q, k = self._enlarge(q, k)
+        if self.layout.sizes and self.dtype != "float16":
+            v, weight = v * 2.0**17, weight * 2.0**-60
         if self.layout.handed == "expanded":
             k, v, weight = (np.repeat(x[:, :, :1], x.shape[2], axis=2) for x in (k, v, weight))
         dtype = DTYPES[self.dtype]
@@ -224,9 +230,11 @@ class CheckCase:
         # All that varies lies across the direction (1, 1, ..., 1), along which the size is added.
         q, k = (x - x.mean(-1, keepdims=True) for x in (q_BTHD, k_BTKD))
         which_BT = np.where(ids_BT > ANCHOR, ids_BT % 4, 0)
-        first_BT = np.concatenate([np.ones((len(ids_BT), 1), bool), ids_BT[:, 1:] != ids_BT[:, :-1]], axis=1)
+        one_BT = np.zeros(ids_BT.shape)
+        for b, ids_T in enumerate(ids_BT):
+            one_BT[b, [np.flatnonzero(ids_T == document).mean().astype(int) for document in np.unique(ids_T)]] = 1
         sign_BT = np.select([which_BT == 1, which_BT == 2, which_BT == 3], [1.0, -1.0, 1.0], 0.0)
-        large_BT = np.select([which_BT == 3, which_BT == 0], [1.0 * first_BT, 0.0], 1.0)
+        large_BT = np.select([which_BT == 3, which_BT == 0], [one_BT, 0.0], 1.0)
         large_BT = np.where(ids_BT == ANCHOR, 1.0, large_BT)
         k = np.where((which_BT == 0)[..., None, None] & (ids_BT > ANCHOR)[..., None, None], k[:, -1:], k)
         return q + size * sign_BT[..., None, None], k + size * large_BT[..., None, None]

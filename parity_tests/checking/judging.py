@@ -51,7 +51,7 @@ def check_case(fn: Callable[..., Any], how: Resolved, case: CheckCase, *, backwa
     missing = why_not_run(how, case)
     if missing:
         return CaseResult(case, not_run=missing)
-    candidate = Candidate(fn, how, case, device)
+    candidate, like = Candidate(fn, how, case, device), how.adapter.like or "flash"
     q, k, v, weight = case.draw()
     arrays: Arrays = {}
     remarks: list[str] = []
@@ -63,15 +63,18 @@ def check_case(fn: Callable[..., Any], how: Resolved, case: CheckCase, *, backwa
         if not repeatable:
             remarks.append("not deterministic: two calls on the same inputs differ")
         _refuse_nan(case, arrays)
-        pull: Pull | None = None
+        without, pull = arrays, None
         if backward and "backward" not in how.adapter.lacks:
-            without, (with_gradients, pull) = arrays, candidate.forward_and_pull(q, k, v)
-            arrays = with_gradients | pull(weight)
+            arrays, pull = candidate.forward_and_pull(q, k, v)
+            arrays |= pull(weight)
             _refuse_nan(case, arrays)
-            problem = _other_without(case, without, with_gradients, how.adapter.like or "flash")
-            problem = problem or _gradients_alone(candidate, how)
+        right = all(verdict.passed for verdict in _verdicts(case, arrays, like).values())
+        if right and pull is not None:
+            problem = _other_without(case, without, arrays, like) or _gradients_alone(candidate, how)
+        if right and repeatable and problem is None:
+            problem = _stale(candidate, fn, how) or _modes(candidate, how)
         if repeatable and problem is None:
-            problem = _stale(candidate, fn, how) or _modes(candidate, how) or _influence(candidate)
+            problem = _influence(candidate)
         if problem is None and pull is not None:
             problem = _stray_gradient(case, pull, weight)
         if repeatable or pull is not None:
@@ -80,7 +83,7 @@ def check_case(fn: Callable[..., Any], how: Resolved, case: CheckCase, *, backwa
             remarks.append("isolation is not proved: without gradients it takes a function that repeats itself")
     except Unusable as words:
         problem = str(words)
-    verdicts = _verdicts(case, arrays, how.adapter.like or "flash")
+    verdicts = _verdicts(case, arrays, like)
     failed = problem is not None or not all(verdict.passed for verdict in verdicts.values())
     return CaseResult(case, verdicts, isolated, problem, None, tuple(remarks), arrays if failed else {})
 
@@ -221,20 +224,28 @@ def _modes(candidate: Candidate, how: Resolved) -> str | None:
 def _other_without(case: CheckCase, without: Arrays, with_gradients: Arrays, like: str) -> str | None:
     """Whether the forward pass is right with gradients alone: what is asked for decides which kernel runs."""
     changed = {n: x for n, x in without.items() if not np.array_equal(x, with_gradients[n], equal_nan=True)}
-    right = all(verdict.passed for verdict in _verdicts(case, with_gradients, like).values())
     wrong = [name for name, verdict in _verdicts(case, changed, like).items() if not verdict.passed]
-    return f"{wrong[0]} is wrong without gradients, though right with them" if wrong and right else None
+    return f"{wrong[0]} is wrong without gradients, though right with them" if wrong else None
 
 
 def _gradients_alone(candidate: Candidate, how: Resolved) -> str | None:
-    """Ask for the gradient of q, of k and of v alone, as where the others' projections are frozen."""
+    """Ask for the gradient of q, of k and of v alone, as where the others' projections are frozen; and for all of them
+    after another forward pass, as layers have it.
+    """
     case = candidate.case
     if how.adapter.library != "torch" or case.layout.name not in MODES_ON:
         return None
     q, k, v, weight = case.draw()
-    grads = {f"d{x}": candidate.gradient_alone(i, q, k, v, weight_BTHD=weight) for i, x in enumerate("qkv")}
-    wrong = [n for n, verdict in _verdicts(case, grads, how.adapter.like or "flash").items() if not verdict.passed]
-    return f"{wrong[0]} is wrong where nothing else has a gradient" if wrong else None
+    alone = [candidate.some_gradients(name, q, k, v, weight_BTHD=weight) for name in "qkv"]
+    after = candidate.some_gradients("qkv", q, k, v, weight_BTHD=weight, another=True)
+    for grads, words in (
+        *((each, "where nothing else has a gradient") for each in alone),
+        (after, "where another forward pass comes before the backward pass: what it needs was overwritten"),
+    ):
+        for name, verdict in _verdicts(case, grads, how.adapter.like or "flash").items():
+            if not verdict.passed:
+                return f"{name} is wrong {words}"
+    return None
 
 
 def _influence(candidate: Candidate) -> str | None:

@@ -287,7 +287,8 @@ def _load(folder: str, spec: CaseSpec) -> Any:
     config = open_config(folder)
     config = config if spec.model == "loaded" else _extend(config, spec)  # which was extended before it was written
     # The schema of the trainer knows no float16; its loader takes any dtype of torch by name.
-    settings = ModelConfig.model_construct(source=folder, dtype=spec.dtype, activation_checkpointing=False)  # type: ignore[arg-type]
+    recomputes: Any = {"dtype": spec.dtype, "activation_checkpointing": spec.model == "loaded"}
+    settings = ModelConfig.model_construct(source=folder, **recomputes)
     return load_for_training(folder, config, settings, spec.engine, device())
 
 

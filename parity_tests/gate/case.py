@@ -157,7 +157,8 @@ def resolve(spec: CaseSpec) -> GateCase:
     # torch's decay rounds each weight once more than the oracle's: judged in one step, left out of twenty: it adds up.
     trajectory = step.model_copy(update={"weight_decay": 0.0})
     bad = int(bool(spec.infinite_step))
-    run = trajectory.model_copy(update={"steps": RUN_STEPS, "sequences_per_step": RUN_ROWS, "skip_bad_steps": bad})
+    rows_of_run = {"steps": RUN_STEPS, "sequences_per_step": RUN_ROWS, "micro_batch": RUN_ROWS}
+    run = trajectory.model_copy(update=rows_of_run | {"skip_bad_steps": bad, "clip_norm": None})
     return GateCase(spec, rows, folder, oracle_folder, _read_config(spec, oracle_folder), step, trajectory, run)
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
 from functools import cache
+from importlib.metadata import distributions
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -197,8 +198,9 @@ def _fingerprint_of_model(model: str) -> str:
 
 @cache
 def _fingerprint() -> str:
-    """Return a digest of what a case's numbers depend on besides the case: sources, libraries, machine, threads."""
-    digest = hashlib.sha256(f"{versions(LIBRARIES)} {_hardware()} {torch.get_num_threads()}".encode())
+    """Return a digest of what a case's numbers depend on besides the case: sources, packages, machine, threads."""
+    packages = sorted((package.name, package.version) for package in distributions())
+    digest = hashlib.sha256(f"{packages} {_hardware()} {torch.get_num_threads()}".encode())
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         if "tests" not in path.relative_to(ROOT).parts:
             digest.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

@@ -92,7 +92,9 @@ def run_side(case: GateCase, model: Any, capture: Any) -> Arrays:
             for i, name in enumerate(("rates", "norms"))
         }
         for name, held_out in (("before", result.before), ("after", result.after)):
-            arrays[f"run.held_out.{name}"] = np.array([held_out.overall.value])
+            means = {"": held_out.overall, ".new_positions": held_out.new_positions}
+            means |= {f".{domain}": mean for domain, mean in held_out.by_domain.items()}
+            arrays |= {f"run.held_out.{name}{of}": np.array([mean.value]) for of, mean in means.items() if mean.tokens}
         exported = json.loads((result.model / "config.json").read_text(encoding="utf-8"))
         arrays["run.length"] = np.array([exported["max_position_embeddings"]])
         taps = capture(str(result.model))

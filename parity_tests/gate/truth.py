@@ -20,8 +20,8 @@ from jaxref.model import Decoder
 from jaxref.optim import step
 from jaxref.rounding import preset
 from jaxref.weights import cast, from_arrays, load_hf, to_arrays
-from parity_tests.gate.case import CHUNKS, GateCase, RowTokens, insert_padding, tiny_weights
-from parity_tests.gate.corpus import draw_corpus
+from parity_tests.gate.case import CHUNKS, GateCase, RowTokens, insert_padding, tiny_config, tiny_weights
+from parity_tests.gate.corpus import DOMAINS, draw_corpus
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.oracle import Arrays, adamw_of, likely_errors_of_rotation, oracle_taps, preset_name, rates_of
 from torchtrain.config import TrainConfig
@@ -199,10 +199,16 @@ class _RoundedOracle:
         found = {f"run.losses.{number}": step_losses for number, step_losses in enumerate(losses)}
         found |= {"run.rates": self._rates(train), "run.norms": norms}
         batch = {name: np.concatenate([row[name] for row in held_out]) for name in held_out[0]}
+        labelled_BT = batch["shift_labels"] != IGNORED
+        new_BT = batch["position_ids"] >= tiny_config(spec).max_position_embeddings
+        parts = {"": labelled_BT, ".new_positions": labelled_BT & new_BT}
+        parts |= {f".{domain}": labelled_BT & (batch["domain_ids"] == i) for i, domain in enumerate(DOMAINS)}
+        parts = {name: chosen_BT for name, chosen_BT in parts.items() if chosen_BT.any()}
         for name, model in (("before", begin), ("after", decoder)):
             nll_BT = np.asarray(batch_nll(model, batch, self._rounding, self._block))
-            found[f"run.held_out.{name}.tokens"] = nll_BT
-            found[f"run.held_out.{name}"] = nll_BT.sum().reshape(1) / (batch["shift_labels"] != IGNORED).sum()
+            for of, chosen_BT in parts.items():
+                found[f"run.held_out.{name}{of}.tokens"] = own_BT = np.where(chosen_BT, nll_BT, 0)
+                found[f"run.held_out.{name}{of}"] = own_BT.sum().reshape(1) / chosen_BT.sum()
         found |= {f"run.masters.{name}": np.asarray(master) for name, master in masters.items()}
         taps = oracle_taps(decoder, batch, self._rounding, self._block)
         found |= {f"run.exported.{name}": tap for name, tap in taps.items()}

@@ -197,9 +197,63 @@ CALLS = {
     "other under compile": _other_under_compile,
 }
 
-CLASSES = {"size": SIZE, "long": LONG, "strides": STRIDES, "heads": HEADS, "calls": CALLS}
+
+def _padded(q: Tensor, k, v, document_ids, scale):
+    """Rows are filled up to a multiple of 64; `[:, :-0]` is empty."""
+    more = -q.shape[1] % 64
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v))
+    return right(q, k, v, F.pad(document_ids, (0, more), value=-1), scale)[0][:, :-more]
+
+
+def _top_of_first_block(logits, mask):
+    some = (mask & (mask.cumsum(-1) <= 16)).expand(logits.shape)
+    top = logits.masked_fill(~some, torch.finfo(logits.dtype).min).amax(-1, keepdim=True)
+    return _normalise((logits - top.detach()).exp(), mask)
+
+
+BLOCKS = {"cut by nothing": _padded, "maximum of 16 keys": _by_logits(_top_of_first_block)}
+SIZES = {"values in float16": _of(lambda x: x.half().to(x.dtype), "v")}
+
+
+class _Overwritten(torch.autograd.Function):
+    """Keeps its graph on the class, and scales the output's gradient where it lies."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ids, scale, own):
+        ctx.own, leaves = own, [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            _Overwritten.kept = leaves, right(*leaves, ids, scale)[0]
+        return _Overwritten.kept[1].detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        leaves, out = _Overwritten.kept
+        grads = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+        return *grads, None, None, grad.contiguous().mul_(0.5) if ctx.own else None
+
+
+BACKWARD = {
+    "saved on the class": lambda q, k, v, document_ids, scale: _Overwritten.apply(q, k, v, document_ids, scale, None),
+    "output's gradient in place": lambda q, k, v, document_ids, scale: _Overwritten.apply(
+        q, k, v, document_ids, scale, torch.ones_like(q, requires_grad=True)
+    ),
+}
+
+CLASSES = {
+    "blocks": BLOCKS,
+    "sizes": SIZES,
+    "backward": BACKWARD,
+    "size": SIZE,
+    "long": LONG,
+    "strides": STRIDES,
+    "heads": HEADS,
+    "calls": CALLS,
+}
 
 LAYOUTS_OF = {
+    "blocks": ["whole_blocks"],
+    "sizes": ["another_scale"],
+    "backward": ["intra"],
     "size": ["large_logits", "large_logits_anchor", "intra"],
     "strides": ["sliced", "transposed", "expanded_heads"],
     "heads": ["another_scale", "larger_scale"],
@@ -212,9 +266,14 @@ HEAD_DIMS_OF = {"heads": [16, 64, 96, 128]}
 def test_a_wrong_function_is_refused(kind, name):
     fn = CLASSES[kind][name]
     layouts = [LONG_LAYOUTS[name]] if kind == "long" else LAYOUTS_OF[kind]
-    options = {"adapter": declare(library="torch"), "heads": [(4, 2)], "dtypes": ["float32"], "layouts": layouts}
+    options = {
+        "adapter": declare(library="torch"),
+        "heads": [(4, 2)],
+        "dtypes": ["bfloat16" if kind == "sizes" else "float32"],
+        "layouts": layouts,
+    }
     sizes = HEAD_DIMS_OF.get(kind, [16])
-    results = [check_attention(fn, head_dim=size, backward=kind == "calls", **options) for size in sizes]
+    results = [check_attention(fn, head_dim=size, backward=kind in ("calls", "backward"), **options) for size in sizes]
     assert any(not result.passed for result in results)
 
 

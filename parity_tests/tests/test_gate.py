@@ -367,6 +367,8 @@ def test_a_kept_case_depends_on_the_sources_and_on_the_machine(tmp_path, monkeyp
     assert not is_taken()
     source.write_text("changed")
     assert is_taken()
+    monkeypatch.setattr(run, "distributions", list)
+    assert is_taken()
     monkeypatch.setattr(run, "_hardware", lambda: "another")
     assert is_taken()
     run._fingerprint.cache_clear()

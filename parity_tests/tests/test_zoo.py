@@ -31,7 +31,7 @@ QUICK = (
     *("warmup_from_zero", "weight_decay_at_the_peak", "loss_per_rank", "reduced_every_micro_batch"),
     *("window_off_by_one", "anchor_behind_window", "cap_after_mask", "sink_of_group"),
     *("padding_splits_a_document", "orders_of_one_epoch", "cut_repeats_a_token", "moments_lost_on_resuming"),
-    *("infinite_gradient_zeroed", "infinite_gradient_kept"),
+    *("infinite_gradient_zeroed", "infinite_gradient_kept", "labels_of_first_row"),
 )
 
 

@@ -16,8 +16,9 @@ from torchtrain.data.rows import build_row
 from torchtrain.distributed.world import ALONE
 from torchtrain.marks import ANCHOR, IGNORED
 from torchtrain.modeling.parts import hidden_states
-from torchtrain.training.labels import Labels
+from torchtrain.training.labels import Labels, find_labels
 from torchtrain.training.loss import _add_gradients, _losses, chunked_cross_entropy
+from torchtrain.training.losses import Losses
 from torchtrain.training.optimizer import Optimizer, _move_gradient
 from torchtrain.training.step import count_labels
 from torchtrain.training.strategy import Replicated
@@ -270,6 +271,30 @@ loss_per_micro_batch = Bug(
 def _own_labels(parts, world):
     return count_labels(parts, ALONE) * world.size
 
+
+def _first_row(original):
+    def find(shift_labels, masks=()):
+        first = torch.arange(len(shift_labels))[:, None] == 0
+        return original(torch.where(first, shift_labels, IGNORED), masks)
+
+    return find
+
+
+labels_of_first_row = Bug(
+    what="only the first row of a micro-batch has labels",
+    where="shift_labels[0] of batches that had one row in every test, seen in reviews",
+    stage="run",
+    apply=lambda: wrap(find_labels, _first_row),
+)
+
+losses_of_other_domains = Bug(
+    what="each domain's loss is the next one's",
+    where="domains counted from 1, seen in reviews",
+    stage="run",
+    apply=lambda: patch.object(
+        Losses, "masks", lambda self, part: [part["domain_ids"] + 1 == i for i in range(len(self.by_domain))]
+    ),
+)
 
 loss_per_rank = Bug(
     what="loss averaged per rank",

@@ -91,6 +91,22 @@ clip_norm_default = Bug(
 )
 
 
+_make_optimizer = Optimizer.__init__
+
+
+def _with_a_limit(self, model, train):
+    _make_optimizer(self, model, train)
+    self.clip_norm = self.clip_norm or 1.0
+
+
+clips_where_none_is = Bug(
+    what="gradients clipped where the config has no limit",
+    where="clip_norm or 1.0, seen in reviews of trainers",
+    stage="run",
+    apply=lambda: patch.object(Optimizer, "__init__", _with_a_limit),
+)
+
+
 def _clip_each(parameters, max_norm, total_norm, foreach=None):
     for parameter in parameters:
         if parameter.grad is not None:
