@@ -20,7 +20,7 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of source": 42_275,
+    "lines of source": 42_280,
     "lines of tests": 26_585,
     "words of docs": 29_460,
     "source files in a folder": 13,

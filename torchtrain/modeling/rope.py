@@ -59,7 +59,10 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
             what = "does not use RoPE in layers that see whole rows"
             raise UserError(f"rope: the model ({config.model_type}) {what}; rope.type and rope.theta must be keep")
         if length > held:
-            raise _too_long(length, held)
+            raise UserError(
+                f"pack.sequence_length {length}: the model ({config.model_type}) holds {held} positions and has no "
+                f"RoPE to extend; give at most {held}"
+            )
         return changed
     if rope.type == "keep":
         _check_known(config, own["rope_type"])

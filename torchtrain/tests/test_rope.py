@@ -250,6 +250,8 @@ def test_a_model_without_plain_rope_can_only_be_kept():
     assert extend(config, RopeConfig(), POSITIONS).max_position_embeddings == POSITIONS
     with pytest.raises(UserError, match=r"gpt2\) does not use RoPE .*; rope\.type and rope\.theta must be keep"):
         extend(config, RopeConfig(theta=5e5), POSITIONS)
+    with pytest.raises(UserError, match=rf"holds {POSITIONS} positions and has no RoPE to extend; give at most"):
+        extend(config, RopeConfig(), POSITIONS + 1)
 
 
 def test_dynamic_only_scales_beyond_the_new_length():
