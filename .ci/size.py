@@ -1,10 +1,15 @@
 """Print how large the project is, and fail above a ceiling: a project that three people can carry stays small.
 
-A ceiling is lowered when the tree shrinks. Raising one needs a reason in the commit message.
+Lines of code are those with a token that is neither comment nor docstring: a docstring must not be the cheapest thing
+to delete. All lines have a ceiling, too. A ceiling is lowered when the tree shrinks. Raising one needs a reason in the
+commit message.
 """
 
+import ast
+import io
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -20,12 +25,29 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of source": 42_280,
+    "lines of code": 28_340,
+    "lines of tests' code": 20_305,
+    "lines of source": 42_340,
     "lines of tests": 26_585,
-    "words of docs": 29_460,
-    "source files in a folder": 13,
+    "words of docs": 29_600,
+    "source files in a folder": 12,
     "settings without description": 0,
 }
+
+
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def count_code(path: Path) -> int:
+    """Return how many lines of a Python file hold code: no blank line, no comment, no docstring."""
+    text = path.read_text()
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = {n for of in tokens if of.type not in _NO_CODE for n in range(of.start[0], of.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
+            lines -= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+    return len(lines)
 
 
 def measure() -> dict[str, int]:
@@ -37,6 +59,8 @@ def measure() -> dict[str, int]:
     source = [path for path in python if path not in set(tests)]
     folders = Counter(path.parent for path in source if path.name not in ("__init__.py", "__main__.py"))
     return {
+        "lines of code": sum(map(count_code, source)),
+        "lines of tests' code": sum(map(count_code, tests)),
         "lines of source": sum(len(path.read_text().splitlines()) for path in source),
         "lines of tests": sum(len(path.read_text().splitlines()) for path in tests),
         "words of docs": sum(len(path.read_text().split()) for path in paths if path.suffix == ".md"),

@@ -28,7 +28,7 @@ from parity_tests.commands import load_apps
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 IMPORTED = (
-    *("transformers", "jaxref.checkpoint", "ropestudy.run", "parity_tests.check", "parity_tests.gate.run"),
+    *("transformers", "jaxref.storage.checkpoint", "ropestudy.run", "parity_tests.check", "parity_tests.gate.run"),
     *("torchtrain.run.recipe", "torchtrain.planning.budget", "torchtrain.run.status", "torchtrain.run.verify"),
 )
 SECONDS = 120.0  # for one input

@@ -182,7 +182,7 @@ def convert(
       jaxref convert models/mine checkpoints/mine
       jaxref convert checkpoints/mine models/again
     """
-    from jaxref.checkpoint import convert as run
+    from jaxref.storage.checkpoint import convert as run
 
     print(run(source, target))
 

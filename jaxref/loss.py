@@ -21,7 +21,7 @@ from flax import nnx
 
 from jaxref.model import Decoder, head_logits
 from jaxref.rounding import Rounding
-from jaxref.weights import to_arrays
+from jaxref.storage.weights import to_arrays
 
 IGNORED = -100  # the label of a token that predicts nothing; torch's `ignore_index`
 

@@ -11,9 +11,9 @@ A first reader may skip the taps: each part also returns its intermediate arrays
 implementation can be compared with them.
 
 Parameters keep the dtype they came in and are cast, exactly, to the carrier where they are used: no preset rounds them,
-so a bfloat16 model is a preset and `jaxref.weights.cast(decoder, "bfloat16")`. A decoder is a JAX pytree: `jax.grad` of
-a function of a decoder returns a decoder of gradients. One layer is compiled once for each window and called for every
-layer from Python, so 80 layers make no larger XLA program than 2: put no `jit` around the decoder.
+so a bfloat16 model is a preset and `jaxref.storage.weights.cast(decoder, "bfloat16")`. A decoder is a JAX pytree:
+`jax.grad` of a function of a decoder returns a decoder of gradients. One layer is compiled once for each window and
+called for every layer from Python, so 80 layers make no larger XLA program than 2: put no `jit` around the decoder.
 """
 
 from functools import partial
@@ -311,7 +311,7 @@ def _in_carrier(parameter: jax.Array, rounding: Rounding) -> jax.Array:
     if jnp.finfo(parameter.dtype).nmant > jnp.finfo(rounding.dtype).nmant:
         raise ValueError(
             f"carrier: {rounding.carrier} cannot hold {parameter.dtype} parameters exactly; "
-            "cast them first (jaxref.weights.cast) or use the float64 carrier"
+            "cast them first (jaxref.storage.weights.cast) or use the float64 carrier"
         )
     return parameter.astype(rounding.dtype)
 

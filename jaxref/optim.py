@@ -102,7 +102,7 @@ def step(
     for name, array in params.items():
         if array.dtype not in (jnp.float32, jnp.float64):
             raise ValueError(
-                f"{name}: dtype {array.dtype} is too coarse to train; cast to float32 first (jaxref.weights.cast)"
+                f"{name}: dtype {array.dtype} is too coarse; cast to float32 first (jaxref.storage.weights.cast)"
             )
     updates, state = optimizer.update(gradients, state, params)
     return jax.tree.map(jnp.add, params, updates), state, optax.tree.norm(gradients)

@@ -22,7 +22,7 @@ from jaxref.model import Decoder
 from jaxref.optim import adamw, learning_rates, step
 from jaxref.rope import inverse_frequencies
 from jaxref.rounding import Rounding
-from jaxref.weights import from_arrays
+from jaxref.storage.weights import from_arrays
 from torchtrain.config import TrainConfig
 
 Arrays = dict[str, np.ndarray]

@@ -20,7 +20,7 @@ from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import read_json
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
-from jaxref.weights import cast, from_arrays, load_hf, parameter_shapes, to_arrays
+from jaxref.storage.weights import cast, from_arrays, load_hf, parameter_shapes, to_arrays
 from ropestudy.spec import ModelConfig
 
 DTYPE = "bfloat16"

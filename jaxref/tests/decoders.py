@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
-from jaxref.weights import from_arrays, parameter_shapes
+from jaxref.storage.weights import from_arrays, parameter_shapes
 
 UNIT_RATIO = 2.0**-29  # unit roundoff of float64 (2^-53) over that of float32 (2^-24)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

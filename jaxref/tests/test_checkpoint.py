@@ -7,11 +7,11 @@ import ml_dtypes
 import pytest
 
 from anchorline.errors import UserError
-from jaxref.checkpoint import FILES, restore, save
 from jaxref.optim import adamw, step
+from jaxref.storage.checkpoint import FILES, restore, save
+from jaxref.storage.weights import from_arrays, to_arrays
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_weights import DTYPES, assert_bitwise
-from jaxref.weights import from_arrays, to_arrays
 
 LONGROPE = {
     "rope_type": "longrope",

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from anchorline.errors import UserError
-from jaxref import checkpoint as module
-from jaxref.checkpoint import FILES, restore, save
 from jaxref.cli import app
 from jaxref.optim import adamw
+from jaxref.storage import checkpoint as module
+from jaxref.storage.checkpoint import FILES, restore, save
+from jaxref.storage.weights import load_hf, save_hf, to_arrays
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_weights import assert_bitwise
-from jaxref.weights import load_hf, save_hf, to_arrays
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 

@@ -10,8 +10,8 @@ import pytest
 
 from jaxref.loss import batch_nll, domain_totals, mean_and_gradients, token_nll, totals
 from jaxref.rounding import preset
+from jaxref.storage.weights import from_arrays, to_arrays
 from jaxref.tests.decoders import batch, tiny
-from jaxref.weights import from_arrays, to_arrays
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 

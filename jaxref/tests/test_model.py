@@ -14,8 +14,8 @@ import pytest
 from jaxref.model import Decoder, _run_layer
 from jaxref.rope_spec import RopeSpec
 from jaxref.rounding import preset
+from jaxref.storage.weights import to_arrays
 from jaxref.tests.decoders import FAMILIES, TOKENS, VARIANTS, WINDOWED, assert_float64_of, row, tiny
-from jaxref.weights import to_arrays
 
 EXACT, FP32, HF_BF16 = preset("exact"), preset("fp32"), preset("hf_eager_bf16")
 

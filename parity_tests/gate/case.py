@@ -22,7 +22,7 @@ from jaxref.decoder_config import DecoderConfig
 from jaxref.loss import IGNORED
 from jaxref.mask import PADDING
 from jaxref.rope_spec import RopeSpec
-from jaxref.weights import parameter_shapes
+from jaxref.storage.weights import parameter_shapes
 from parity_tests.gate.spec import RUN_STEPS, STEPS, CaseSpec
 from torchtrain.config import TrainConfig
 from torchtrain.modeling.source import open_tokenizer, resolve_source

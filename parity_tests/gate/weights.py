@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anchorline.errors import UserError
-from jaxref.weights import cast, load_hf, to_arrays
+from jaxref.storage.weights import cast, load_hf, to_arrays
 from parity_tests.gate.case import TINY, find_folder
 
 SHOWN = 3

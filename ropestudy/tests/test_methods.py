@@ -9,8 +9,8 @@ import pytest
 
 from jaxref.rope import cos_sin, inverse_frequencies, rotate
 from jaxref.rounding import NO_SITES, SITES, Rounding, preset
+from jaxref.storage.weights import to_arrays
 from jaxref.tests.decoders import UNIT_RATIO, tiny
-from jaxref.weights import to_arrays
 from ropestudy.compute.conditions import EXACT, Condition, off_alone, off_together, on_alone, remedies
 from ropestudy.compute.engine import Pair, Row, Stream, compare
 from ropestudy.compute.measures import sample

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxref.decoder_config import DecoderConfig
 from jaxref.rounding import SITES
+from jaxref.storage.weights import save_hf, to_arrays
 from jaxref.tests.decoders import hf_config, tiny
-from jaxref.weights import save_hf, to_arrays
 from ropestudy.cells import Bench
 from ropestudy.cli import main
 from ropestudy.compute.conditions import EXACT, on_alone, remedies

@@ -3,10 +3,12 @@
 import importlib.util
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from torchtrain.data.dataset import anchor_ids
 from torchtrain.evaluation import results as kept
 from torchtrain.evaluation.measure import Checkpoint, EvaluatedModel, Say, make_job, measure, plan, tasks_of
 from torchtrain.evaluation.suite import IN_2024, Suite
+from torchtrain.evaluation.tasks.index import Job
 from torchtrain.evaluation.tasks.materials import Materials
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.placement import check_can_spread
@@ -26,6 +29,8 @@ from torchtrain.modeling.source import open_config, open_tokenizer, resolve_sour
 from torchtrain.products import describe_products
 
 if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
+
     from transformers import PreTrainedTokenizerFast
 
 
@@ -57,16 +62,19 @@ def evaluate(
         UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
     """
     check_suite(suite, lengths)
+    context = _start_imports() if processes > 1 else None
     models = [_open(checkpoint, suite, lengths, anchor, say) for checkpoint in checkpoints]
     with kept.writing_to_out():
         out.mkdir(parents=True, exist_ok=True)
     jobs = [plan(model, suite, lengths, out, say) for model in models]  # all checks come before any weight
-    if processes > 1:
-        # Each process gets every n-th job, the longest first. lm-eval would deal samples, so that batches would differ
-        # and round otherwise.
-        left = [[(job.task, job.length) for job in sorted(own, key=lambda job: -job.length)] for own in jobs]
+    jobs = [sorted(own, key=lambda job: -job.length) for own in jobs]  # memory that does not suffice shows at once
+    if context is not None:
+        # A free process takes the next job. lm-eval would deal samples, so that batches would differ and round
+        # otherwise.
+        left = [[(job.task, job.length) for job in own] for own in jobs]
         share = partial(_measure_share, processes, models, left, suite, out, log)
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), environment.end_with_parent) as pool:
+        taken = [context.Value("i", 0) for _ in models]
+        with ProcessPoolExecutor(processes, context, _begin_share, (taken,)) as pool:
             try:
                 list(pool.map(share, range(processes)))
             except BrokenProcessPool:
@@ -79,6 +87,24 @@ def evaluate(
             measure(model, own, suite, out, log=log, say=say)
     paths = [kept.result_path(out, of.checkpoint.name, *each) for of in models for each in tasks_of(suite, lengths)]
     return [kept.read_result(path) for path in paths if path.is_file()]
+
+
+def _start_imports() -> BaseContext:
+    """Return how processes start. Where they can be forked, one process imports for all of them from now on."""
+    forks = "forkserver" in multiprocessing.get_all_start_methods() and not torch.cuda.is_available()
+    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload(["torchtrain.evaluation.model", __name__])
+        forkserver.ensure_running()
+    return context
+
+
+_taken: "list[Synchronized[int]]" = []  # in a process of several: how many jobs of each model were taken by any of them
+
+
+def _begin_share(taken: "list[Synchronized[int]]") -> None:
+    environment.end_with_parent()
+    _taken[:] = taken
 
 
 def _measure_share(
@@ -96,9 +122,18 @@ def _measure_share(
     else:
         torch.set_num_threads(max(1, environment.usable_cores() // processes))
     materials = Materials(suite)
-    for model, own in zip(models, left, strict=True):
-        jobs = [make_job(task, length, materials, model) for task, length in own[number::processes]]
-        measure(model, jobs, suite, out, log=log, say=partial(print, file=sys.stderr, flush=True))
+
+    def take(of: int) -> Iterator[Job]:
+        while True:
+            with _taken[of].get_lock():
+                place = _taken[of].value
+                _taken[of].value += 1
+            if place >= len(left[of]):
+                return
+            yield make_job(*left[of][place], materials, models[of])
+
+    for of, model in enumerate(models):
+        measure(model, take(of), suite, out, log=log, say=partial(print, file=sys.stderr, flush=True))
 
 
 def check_suite(suite: Suite, lengths: Sequence[int]) -> None:

@@ -2,9 +2,10 @@
 
 import datetime
 import hashlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,7 +125,7 @@ def plan(
 
 def measure(
     model: EvaluatedModel,
-    jobs: Sequence[Job],
+    jobs: Iterable[Job],
     suite: Suite,
     out: Path,
     *,
@@ -135,24 +136,26 @@ def measure(
     """Measure jobs of one model, and write a file for each result.
 
     Args:
-        model, jobs, suite, out, log, say: as for `evaluate`.
+        jobs: what is left to measure; of vLLM the longest comes first.
+        model, suite, out, log, say: as for `evaluate`.
         pulse: called between two batches of prompts, and between two documents.
     """
-    if not jobs:
+    jobs = iter(jobs)
+    if (first := next(jobs, None)) is None:
         return
     checkpoint = model.checkpoint
     loaded = model.load() if suite.backend == "torch" else None
     if loaded is None:
-        lm, device = _vllm(model, suite, max(job.length for job in jobs)), "vllm"
+        lm, device = _vllm(model, suite, first.length), "vllm"
     else:
         from torchtrain.evaluation.model import SharedPrefixLM
 
         device = format_devices(loaded)
         with quiet_library():
             lm = SharedPrefixLM(  # pyright: ignore[reportAbstractUsage]
-                loaded, model.tokenizer, suite.batch_tokens, jobs[0].length, model.settings.anchor, pulse
+                loaded, model.tokenizer, suite.batch_tokens, first.length, model.settings.anchor, pulse
             )
-    for job in jobs:
+    for job in itertools.chain([first], jobs):
         pulse()
         started = time.perf_counter()
         if job.built is not None:

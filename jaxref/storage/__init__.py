@@ -1,0 +1,1 @@
+"""Parameters on disk: safetensors by Hugging Face names, and Orbax checkpoints."""
