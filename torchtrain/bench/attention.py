@@ -74,9 +74,9 @@ def _check(config: BenchConfig, corpus: Corpus, dtype: torch.dtype, clock: Clock
     inputs = _draw(bench, _checked_tokens(bench), dtype, clock.device)
 
     @cache
-    def references(variant: str) -> tuple[list[Tensor], list[Tensor]]:
+    def references(variant: str, window: int | None) -> tuple[list[Tensor], list[Tensor]]:
         plan = make_plan(ids_T[variant][None])
-        dense = Prepared(engine_forward(plan, "dense"), plan.live_pairs)
+        dense = Prepared(engine_forward(plan, "dense", window), plan.live_pairs)
         return run_case(dense, [x.double() for x in inputs]), run_case(dense, inputs)
 
     errors = dict[str, dict[str, Any]]()
@@ -88,7 +88,9 @@ def _check(config: BenchConfig, corpus: Corpus, dtype: torch.dtype, clock: Clock
             continue
         # Each copy of a BOS has a separate gradient: only the gradients of other tokens are compared.
         own = slice(None) if prepared.own is None else slice(1, None)
-        results = zip(("out", "dq", "dk", "dv"), run_case(prepared, inputs), *references(case.variant), strict=False)
+        results = zip(
+            ("out", "dq", "dk", "dv"), run_case(prepared, inputs), *references(case.variant, case.window), strict=False
+        )
         ratios = {name: error_ratio(x[:, own], y[:, own], z[:, own], dtype) for name, x, y, z in results}
         worst = max(ratios, key=lambda name: ratios[name])
         errors[case.name] = {"error_ratio": ratios[worst]}

@@ -27,11 +27,12 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A computation to time: its name, its mask, and the engine of torchtrain (None: an alternative)."""
+    """A computation to time: its name, its mask, the engine of torchtrain (None: an alternative), and its window."""
 
     name: str
     variant: str
     engine: str | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Prepared:
 def list_cases(bench: AttentionBench) -> list[Case]:
     """Return all cases of a config, the yardstick first."""
     ours = [Case(f"{engine}, {variant}", variant, engine) for engine in bench.engines for variant in VARIANTS]
+    ours += [Case(f"{name}, window {n:,}", "full", name, n) for name in bench.engines for n in bench.windows]
     rivals = [Case(name, "anchor" if name in ("dense mask", "BOS per document") else "intra") for name in bench.rivals]
     return [Case(YARDSTICK, "full"), *ours, *rivals]
 
@@ -78,7 +80,8 @@ def prepare_case(case: Case, ids_T: dict[str, Tensor], bench: AttentionBench, dt
     if case.engine is not None:
         leave_newer()  # the case before may have chosen FlashAttention 3 or 4
         engine = resolve_engine(case.engine, device, dtype, training=False)
-        return Prepared(engine_forward(plan, engine), plan.live_pairs, engine != "flex" or device.type == "cuda")
+        pairs = plan.mean_live_pairs({case.window: 1})
+        return Prepared(engine_forward(plan, engine, case.window), pairs, engine != "flex" or device.type == "cuda")
     if case.name == YARDSTICK:
         return Prepared(_sdpa(is_causal=True), plan.live_pairs)
     if case.name == "dense mask":
@@ -93,9 +96,9 @@ def prepare_case(case: Case, ids_T: dict[str, Tensor], bench: AttentionBench, dt
     return Prepared(_flex(ids_1T[0], kept), plan.live_pairs, device.type == "cuda")
 
 
-def engine_forward(plan: AttentionPlan, engine: str) -> Forward:
-    """Return an engine's attention under a plan."""
-    return lambda q, k, v: attend(q, k, v, plan, engine=engine)[0]
+def engine_forward(plan: AttentionPlan, engine: str, window: int | None = None) -> Forward:
+    """Return an engine's attention under a plan, within a window."""
+    return lambda q, k, v: attend(q, k, v, plan, engine=engine, window=window)[0]
 
 
 def _sdpa(**how: Any) -> Forward:

@@ -43,6 +43,9 @@ class AttentionBench(Section):
         max_length=6,
         description="engines of torchtrain; one that cannot run is listed with the reason",
     )
+    windows: list[SmallCount] = Field(
+        default=[], max_length=8, description="tokens that a query sees: each engine runs full attention within each"
+    )
     rivals: list[Rival] = Field(default=RIVALS, max_length=4, description="alternatives to torchtrain")
     heads: SmallCount = Field(default=32, description="query heads")
     kv_heads: SmallCount = Field(default=8, description="key and value heads")

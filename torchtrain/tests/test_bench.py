@@ -61,7 +61,7 @@ def measure(bench_tree):
 
 
 def test_attention_is_measured_and_shown(call, tmp_path):
-    done = call("attention")
+    done = call("attention", "attention.windows=[16]")
     assert done.exit_code == 0, done.output
     rows = {row["name"]: row for row in read(tmp_path, "attention")["rows"]}
     assert "needs a CUDA device" in rows["flash, anchor"]["not_run"]
@@ -76,6 +76,9 @@ def test_attention_is_measured_and_shown(call, tmp_path):
     own = [documents[0] - 1, *documents[1:]]
     assert row["live_ratio"] == (1 + sum(n * (n + 1) // 2 + n for n in own)) / all_pairs
     assert rows["sdpa, intra"]["live_ratio"] == sum(n * (n + 1) // 2 for n in documents) / all_pairs
+    windowed = rows["sdpa, window 16"]
+    assert windowed["live_ratio"] == sum(min(n, 16) for n in range(1, 97)) / all_pairs
+    assert windowed["error_ratio"] <= 1
     assert row["over_the_law"]["median"] == pytest.approx(row["of_full"]["median"] / row["live_ratio"])
     assert row["error_ratio"] <= 1
     for text in (done.stdout, (tmp_path / "out" / "attention.md").read_text()):
@@ -85,8 +88,8 @@ def test_attention_is_measured_and_shown(call, tmp_path):
 def test_an_engine_that_is_wrong_is_not_timed(bench_tree, monkeypatch):
     attend = cases.attend
 
-    def wrong(*tensors, engine):
-        out, lse = attend(*tensors, engine=engine)
+    def wrong(*tensors, engine, **how):
+        out, lse = attend(*tensors, engine=engine, **how)
         return out * (1 if engine == "dense" else 1.001), lse
 
     monkeypatch.setattr(cases, "attend", wrong)

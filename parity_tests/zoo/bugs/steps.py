@@ -135,6 +135,7 @@ clip_by_matrices = Bug(
     where="seen in reviews: the norm taken over the group of parameters that decay",
     stage="step",
     apply=lambda: patch.object(nn.utils, "clip_grads_with_norm_", _clip_by_matrices),
+    likely={"model": "qwen3", "dtype": "float32"},
 )
 
 
