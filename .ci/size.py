@@ -25,11 +25,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 28_346,
+    "lines of code": 28_352,
     "lines of tests' code": 20_310,
-    "lines of source": 42_350,
+    "lines of source": 42_357,
     "lines of tests": 26_590,
-    "words of docs": 29_600,
+    "words of docs": 29_700,
     "source files in a folder": 12,
     "settings without description": 0,
 }

@@ -35,7 +35,7 @@ def _section(result: dict[str, Any], source: Path, folder: Path) -> str:
     made = result["environment"]
     where = f"{made['date']}, {made['device']}, `{made['command']}` (`benchmarks/results/{source.name}`)."
     parts = [where, _TABLES[result["what"]](result)]
-    if result["what"] == "attention":
+    if result["what"] == "attention" and len({row["tokens"] for row in result["rows"]}) > 1:
         figure = folder / "figures" / f"bench-{source.stem}.svg"
         figure.parent.mkdir(exist_ok=True)
         _draw(result, figure)
@@ -58,11 +58,19 @@ def _attention(result: dict[str, Any]) -> str:
     cells = [
         (
             name_of(next(row for row in own if row)),
-            *("" if row is None else f"{row['of_full']['median']:.2f}" for row in own),
+            *map(_share, own),
         )
         for own in live.values()
     ]
     return format_table(("", *(f"{tokens:,} {which}" for tokens, which in columns)), [share, *cells])
+
+
+def _share(row: dict[str, Any] | None) -> str:
+    """Return the time over that of full attention; of a window with its own share of live pairs."""
+    if row is None:
+        return ""
+    live = f" (live {row['live_ratio']:.2f})" if "window" in row["name"] else ""
+    return f"{row['of_full']['median']:.2f}{live}"
 
 
 def _step(result: dict[str, Any]) -> str:
