@@ -26,10 +26,10 @@ SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
     "lines of code": 28_352,
-    "lines of tests' code": 20_310,
-    "lines of source": 42_357,
-    "lines of tests": 26_590,
-    "words of docs": 29_700,
+    "lines of tests' code": 20_358,
+    "lines of source": 42_359,
+    "lines of tests": 26_651,
+    "words of docs": 29_725,
     "source files in a folder": 12,
     "settings without description": 0,
 }

@@ -450,6 +450,8 @@ Layers may have more than the rule:
   the anchor and one document, as often as there are documents, with the kernels that it has. Truth is each document
   alone behind the anchor, by the family's own model. `use_cache` and Ulysses are refused.
 - **Chunks** (Llama 4): a row that is longer than a chunk of attention is refused.
+- **Vision-language models** (Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, Llama 4): `attach` takes the whole model, and
+  rows of text run (`torchtrain/tests/test_vision_language.py`).
 
 `parity run --model FOLDER` judges a checkpoint of such a family in the same way: every layer's output, the logits and,
 with `--stages forward,gradients`, the gradients.
