@@ -30,7 +30,7 @@ def test_the_page_shows_what_was_measured(tmp_path):
     """Written again from the kept results, the page is the same."""
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     shown = [path for path in RESULTS if f"bench_page of {path.name}" in text]
-    assert len(shown) == 2
+    assert 0 < len(shown) == text.count("<!-- made by benchmarks/bench_page of ")
     (tmp_path / "page.md").write_text(text, encoding="utf-8")
     write(tmp_path / "page.md", shown)
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == text
