@@ -11,7 +11,7 @@ from benchmarks.bench_page import write
 from torchtrain.bench.measure import error_ratio
 
 ROOT = Path(__file__).parents[2]
-RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*-cpu.json"))
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
