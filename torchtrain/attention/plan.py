@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from torchtrain.attention.batches import Batches, make_batches
+from torchtrain.attention.batches import make_batches
 from torchtrain.attention.block_mask import make_block_mask
 from torchtrain.attention.rule import check_document_ids
 from torchtrain.marks import ANCHOR, PADDING
@@ -90,9 +90,23 @@ class AttentionPlan:
         return {}
 
     @cached_property
-    def batches(self) -> Batches:
-        """The segments stacked by length, for `sdpa`; made on first use and kept for the other layers."""
-        return make_batches(self)
+    def batches(self) -> "tuple[AttentionPlan, tuple[tuple[int, int], ...]]":
+        """The plan with its keys stacked by length, for `gather_keys`, and segments and tokens of each batch.
+
+        The first layer makes them, and the others reuse them.
+        """
+        shapes, slot_P, back_M = make_batches(self.seqlens_k)
+        in_order = torch.equal(slot_P, torch.arange(len(back_M)))
+        slot_P, back_M = slot_P.to(self.k_index_M.device), back_M.to(self.k_index_M.device)
+        slot_RC = self.anchor_slot_RC
+        stacked = dataclasses.replace(
+            self,
+            k_index_M=self.k_index_M[slot_P],
+            own_slot_N=back_M[self.own_slot_N],
+            anchor_slot_RC=torch.where(slot_RC >= 0, back_M[slot_RC.clamp(min=0)], slot_RC),
+            keys_in_order=self.keys_in_order and in_order,
+        )
+        return stacked, shapes
 
     def pin_memory(self) -> "AttentionPlan":
         """Return the plan with its tensors in page-locked memory."""

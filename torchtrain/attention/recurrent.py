@@ -164,7 +164,7 @@ def _run_model(
     named = {"inputs_embeds" if input_ids is None else "input_ids": tokens, "position_ids": position_ids}
     stacks = {name: _stack(x, plan) for name, x in named.items() if x is not None}
     made: list[Any] = []
-    for i, shape in enumerate(plan.batches.shapes):
+    for i, shape in enumerate(plan.batches[1]):
         own = {name: parts[i] for name, parts in stacks.items()}
         # Without a mask transformers takes a gap in position_ids for the end of a document.
         own["attention_mask"] = torch.ones(shape, dtype=torch.long, device=tokens.device)
@@ -185,16 +185,16 @@ def run_by_documents(forward: Any, x_BTM: Tensor, plan: AttentionPlan) -> Tensor
 
 def _stack(x: Tensor, plan: AttentionPlan) -> list[Tensor]:
     """Gather each document of x [B, T, ...] behind its row's anchor, and stack those of a length: [S, L, ...]."""
-    batches, x = plan.batches, x.expand(plan.document_ids_BT.shape[0], *x.shape[1:])
-    gathered = gather_keys(x.reshape(*x.shape[:2], 1, -1), batches.plan).reshape(-1, *x.shape[2:])
-    parts = gathered.split([segments * tokens for segments, tokens in batches.shapes])
-    return [part.unflatten(0, shape) for part, shape in zip(parts, batches.shapes, strict=True)]
+    (stacked, shapes), x = plan.batches, x.expand(plan.document_ids_BT.shape[0], *x.shape[1:])
+    gathered = gather_keys(x.reshape(*x.shape[:2], 1, -1), stacked).reshape(-1, *x.shape[2:])
+    parts = gathered.split([segments * tokens for segments, tokens in shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _unstack(parts: list[Tensor], plan: AttentionPlan) -> Tensor:
     """Return [B, T, ...] of what was made of `_stack`'s: each document's own tokens, and 0 at padding."""
     gathered = torch.cat([x.flatten(0, 1) for x in parts])
-    return scatter_queries(gathered.index_select(0, plan.batches.plan.own_slot_N), plan)
+    return scatter_queries(gathered.index_select(0, plan.batches[0].own_slot_N), plan)
 
 
 def _hold_for(decoder: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,9 +1,18 @@
 """From documents to batches: corpus, tokens on disk, packing plan, rows of five arrays."""
 
-from torchtrain.data.dataset import PackedRows, anchor_ids, check_store, check_tokenizer, collate, pad_id, tag_ids
+from torchtrain.data.dataset import (
+    PackedRows,
+    Split,
+    anchor_ids,
+    check_store,
+    check_tokenizer,
+    collate,
+    pad_id,
+    split_documents,
+    tag_ids,
+)
 from torchtrain.data.packing import PackPlan, Span
 from torchtrain.data.prepare import fingerprint, identity, prepare, tokenizer_identity
-from torchtrain.data.selection import Split, split_documents
 from torchtrain.data.store import DomainSummary, TokenStore
 from torchtrain.data.tasks import prepare_store
 from torchtrain.data.writer import PreparationProgress

@@ -1,10 +1,10 @@
-"""Packed rows by number: plan an epoch, read any row, stack rows into a batch; and the anchor, tag and pad tokens.
+"""From documents to batches: hold documents out, plan an epoch of packed rows, read any row, stack rows into a batch.
 
 Legend: B batch · T tokens of a row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -13,13 +13,78 @@ from torch.utils.data import Dataset
 from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig
 from torchtrain.data.encode import list_special_tokens
-from torchtrain.data.packing import INTERLEAVE, PackPlan, random_stream
+from torchtrain.data.packing import HELD_OUT, INTERLEAVE, PackPlan, random_stream
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.data.store import Documents
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerFast
+
+
+class Split(NamedTuple):
+    """Documents of both sides, int64 and sorted, and how many changed sides because of their copies.
+
+    Under a mixture, `train` holds each document as often as it is taken; one that is left out is on neither side.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    moved: int
+
+
+def split_documents(store: Documents, held_out_share: float, seed: int) -> Split:
+    """Draw the held-out documents of each domain by seed.
+
+    A share above 0 holds out at least one document of every domain that has two different ones. If the draw has a text
+    on both sides, it is done again by whole texts.
+    """
+    orders, counts = [], []
+    for domain in range(len(store.domains)):
+        own = np.flatnonzero(store.document_domains == domain)
+        count = round(held_out_share * len(own))
+        if held_out_share > 0 and len(own) > 1:
+            count = max(count, 1)
+        orders.append(random_stream(seed, HELD_OUT, domain).permutation(own))
+        counts.append(count)
+    drawn = np.zeros(len(store), dtype=bool)
+    for order, count in zip(orders, counts, strict=True):
+        drawn[order[:count]] = True
+    held = drawn
+    if store.copies + store.near_copies and np.intersect1d(store.groups[drawn], store.groups[~drawn]).size:
+        held = _split_texts(store.groups, orders, counts)
+    moved = int((held != drawn).sum())
+    if store.repeats is None:
+        return Split(np.flatnonzero(~held), np.flatnonzero(held), moved)
+    # What is held out does not depend on the mixture.
+    held = held & store.kept
+    train = np.repeat(np.arange(len(store)), np.where(held, 0, store.repeats))
+    return Split(train, np.flatnonzero(held), moved)
+
+
+def _split_texts(groups: np.ndarray, orders: list[np.ndarray], counts: list[int]) -> np.ndarray:
+    """Return which documents are held out, bool [n]: whole texts in each domain's order, as far as they fit its count.
+
+    A domain in which no text fits holds out its smallest text, if another one is left to train on.
+    """
+    held = np.zeros(int(groups.max()) + 1, dtype=bool)  # by text
+    passed = np.zeros_like(held)
+    for order, count in zip(orders, counts, strict=True):
+        texts, copies = np.unique(groups[order], return_counts=True)
+        size = dict(zip(texts.tolist(), copies.tolist(), strict=True))
+        room = count - sum(size[text] for text in texts[held[texts]].tolist())
+        for text in groups[order].tolist():
+            if room <= 0:
+                break
+            if not held[text] and not passed[text] and size[text] <= room:
+                held[text] = True
+                room -= size[text]
+        if count and not held[texts].any():
+            free = [text for text in texts.tolist() if not passed[text]]
+            if len(texts) > 1 and free:
+                held[min(free, key=lambda text: size[text])] = True
+        passed[texts] |= ~held[texts]
+    return held[groups]
 
 
 class PackedRows(Dataset[dict[str, np.ndarray]]):

@@ -67,8 +67,8 @@ def test_batches_hold_each_segment_once_and_copies_of_its_last_token(ids_BT):
     plan = make_plan(ids_BT)
     segments = [x.tolist() for x in plan.k_index_M.split(plan.seqlens_k)]
     wanted = [own + own[-1:] * (padded_length(len(own)) - len(own)) for own in segments]
-    laid_out, sizes = plan.batches.plan, [count * tokens for count, tokens in plan.batches.shapes]
-    batches = zip(laid_out.k_index_M.split(sizes), plan.batches.shapes, strict=True)
+    laid_out, shapes = plan.batches
+    batches = zip(laid_out.k_index_M.split([count * tokens for count, tokens in shapes]), shapes, strict=True)
     found = [row for batch, shape in batches for row in batch.view(shape).tolist()]
     assert sorted(found) == sorted(wanted)
     assert torch.equal(laid_out.k_index_M[laid_out.own_slot_N], plan.q_index_N)

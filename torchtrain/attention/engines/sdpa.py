@@ -51,19 +51,17 @@ def attend_sdpa(
         raise UserError("attention sdpa: no attention sinks and no windows on CUDA; choose flash or flex")
     if not plan.seqlens_q:
         return attend_nothing(q_BTHD, k_BTKD, v_BTKD), None
-    batches = plan.batches
+    stacked, shapes = plan.batches
     if q_BTHD.is_cuda and not _takes_fewer_heads(q_BTHD):
         copies = q_BTHD.shape[2] // k_BTKD.shape[2]
         k_BTKD, v_BTKD = (x.repeat_interleave(copies, dim=2) for x in (k_BTKD, v_BTKD))
-    sizes = [segments * tokens for segments, tokens in batches.shapes]
-    q_P, k_P, v_P = (gather_keys(x, batches.plan).split(sizes) for x in (q_BTHD, k_BTKD, v_BTKD))
+    sizes = [segments * tokens for segments, tokens in shapes]
+    q_P, k_P, v_P = (gather_keys(x, stacked).split(sizes) for x in (q_BTHD, k_BTKD, v_BTKD))
     with _without_all_pairs(q_BTHD):
-        outs = [
-            _attend_causal(q, k, v, shape, layer) for q, k, v, shape in zip(q_P, k_P, v_P, batches.shapes, strict=True)
-        ]
+        outs = [_attend_causal(q, k, v, shape, layer) for q, k, v, shape in zip(q_P, k_P, v_P, shapes, strict=True)]
     out_PHD = torch.cat(outs) if len(outs) > 1 else outs[0]
-    if not batches.plan.keys_in_order:
-        out_PHD = out_PHD.index_select(0, batches.plan.own_slot_N)
+    if not stacked.keys_in_order:
+        out_PHD = out_PHD.index_select(0, stacked.own_slot_N)
     return scatter_queries(out_PHD, plan), None
 
 
