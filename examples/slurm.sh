@@ -13,14 +13,12 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 config=$1 folder=$2
-
-# The folder must be on storage that all nodes see; the first node is where the others meet.
 if [ -f "$folder/run.json" ]; then verb=(resume "$folder"); else verb=(train "$config" "run.folder=$folder"); fi
+# The folder must be on storage that all nodes see; the first node is where the others meet.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 # Seconds torchrun leaves its processes between SIGTERM and SIGKILL: a step and a save must fit (30 by default; torch 2.13 knows it).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280
-
 exec srun --cpus-per-task "${SLURM_CPUS_ON_NODE%%[!0-9]*}" torchrun \
   --nnodes "$SLURM_NNODES" --nproc_per_node 8 \
   --rdzv_backend c10d --rdzv_endpoint "$head:29500" --rdzv_id "$SLURM_JOB_ID" \

@@ -1,8 +1,9 @@
-"""The training examples run and learn."""
+"""The training examples run, learn and are short."""
 
 import copy
 import re
 import runpy
+from pathlib import Path
 
 import datasets
 import pytest
@@ -13,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 import torchtrain
 from anchorline.errors import UserError
 from anchorline.tolerance import judge
-from examples import train_compiled, train_with_accelerate, train_with_lora, train_with_sft, train_with_trainer
+from examples import train_compiled, train_with_lora, train_with_sft, train_with_trainer
 from examples.tiny import tiny_llama, tiny_rows, tiny_tokenizer
 from torchtrain.config import TrainConfig
 from torchtrain.training.step import accumulate, make_micro_batches
@@ -23,12 +24,12 @@ from torchtrain.training.strategy import Replicated
 @pytest.mark.parametrize(
     ("example", "clip", "given"),
     [
-        (train_with_trainer, 1.0, {}),
-        (train_with_sft, 1.0, {}),
-        (train_with_lora, None, {}),
-        (train_with_lora, None, {"quantised": True}),
-        (train_with_accelerate, None, {}),
-        (train_compiled, None, {"backend": "aot_eager"}),
+        (train_with_trainer.main, 1.0, {}),
+        (train_with_sft.main, 1.0, {}),
+        (train_with_lora.main, None, {}),
+        (train_with_lora.main, None, {"quantised": True}),
+        (lambda: runpy.run_module("examples.train_with_accelerate")["losses"], None, {}),
+        (train_compiled.main, None, {"backend": "aot_eager"}),
     ],
 )
 def test_its_losses_are_those_of_our_trainer(monkeypatch, example, clip, given):
@@ -48,7 +49,7 @@ def test_its_losses_are_those_of_our_trainer(monkeypatch, example, clip, given):
 
     monkeypatch.setattr(torchtrain, "attach", attach_watched)
     with register_optimizer_step_pre_hook(lambda adamw, *_: groups.append(dict(adamw.param_groups[0]))):
-        losses = example.main(**given)
+        losses = example(**given)
     assert len(losses) == len(groups) == 8
     assert losses[-1] < losses[0]
     batches = batches or [torchtrain.collate(list(tiny_rows()))] * 8
@@ -56,7 +57,7 @@ def test_its_losses_are_those_of_our_trainer(monkeypatch, example, clip, given):
     for dtype in (torch.float32, torch.float64):
         model, group, ours[dtype] = attach(copy.deepcopy(models[0]).to(dtype)), groups[0], []
         strategy = Replicated(
-            model.get_base_model() if "lora" in example.__name__ else model,
+            model.get_base_model() if hasattr(model, "get_base_model") else model,
             TrainConfig(clip_norm=clip, betas=tuple(group["betas"]), epsilon=group["eps"]),
         )
         for own in strategy.optimizer.adamw.param_groups:
@@ -70,6 +71,12 @@ def test_its_losses_are_those_of_our_trainer(monkeypatch, example, clip, given):
             ours[dtype].append((sum(sums) / sum(len(batch.labels) for batch in made)).item())
     verdict = judge(losses, ours[torch.float64], ours[torch.float32], "float32")
     assert verdict.passed, verdict
+
+
+def test_examples_fit_on_a_screen():
+    """tiny.py is no example: it is what they share."""
+    lines = {path.name: len(path.read_text().splitlines()) for path in Path("examples").glob("*.*")}
+    assert {name for name, count in lines.items() if count > 25} == {"tiny.py"}
 
 
 def test_strings_train(capsys):

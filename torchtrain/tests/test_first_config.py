@@ -104,9 +104,8 @@ def test_what_costs_nothing_to_check_is_refused_before_torch_is_imported(tree, w
 
 @pytest.mark.parametrize("verb", ["train", "config", "plan"])
 def test_a_config_of_prepare_is_called_that(tmp_path, verb):
-    (tmp_path / "p.yaml").write_text(
-        "tokenizer: {source: m}\ndata: {sources: [{files: a.jsonl}]}\nprepare: {workers: 2}\n"
-    )
+    text = "tokenizer: {source: m}\ndata: {sources: [{files: a.jsonl}]}\nprepare: {workers: 2}\n"
+    (tmp_path / "p.yaml").write_text(text)
     told = call(verb, tmp_path / "p.yaml")
     assert told.exit_code == 2
     assert "p.yaml: is one of `torchtrain prepare`: it has tokenizer, prepare; give it to that" in told.stderr
@@ -126,13 +125,11 @@ LINUX_ONLY = ("O_TMPFILE", "posix_fadvise", "POSIX_FADV_RANDOM", "sched_getaffin
 
 TRAIN_ELSEWHERE = f"""
 import os, pathlib, shutil, signal, sys
-for name in {LINUX_ONLY!r}:
-    delattr(os, name)
+for name in {LINUX_ONLY!r}: delattr(os, name)
 del signal.SIGHUP
 read_text = pathlib.Path.read_text
 def read(path, *rest, **more):
-    if str(path).startswith(("/proc", "/sys")):
-        raise FileNotFoundError(str(path))
+    if str(path).startswith(("/proc", "/sys")): raise FileNotFoundError(str(path))
     return read_text(path, *rest, **more)
 pathlib.Path.read_text = read
 from torchtrain.cli import app
@@ -155,12 +152,7 @@ def test_train_and_resume_need_nothing_that_only_linux_has(place, tmp_path):
 
 def test_a_system_without_file_locks_is_told_what_to_do(tmp_path):
     """Windows has no `fcntl`: importing works, and a run is refused in one line."""
-    code = (
-        "import sys; sys.modules['fcntl'] = None\n"
-        "from pathlib import Path\n"
-        "from torchtrain.run.lock import hold\n"
-        f"with hold(Path({str(tmp_path / '.lock')!r})): pass\n"
-    )
+    code = "import pathlib, sys; sys.modules['fcntl'] = None; from torchtrain.run.lock import hold\n"
+    code += f"with hold(pathlib.Path({str(tmp_path / '.lock')!r})): pass"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "run.folder" in told.stderr.splitlines()[-1]
-    assert "WSL" in told.stderr.splitlines()[-1]
+    assert re.search(r"run\.folder.*WSL", told.stderr.splitlines()[-1])
