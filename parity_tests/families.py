@@ -136,8 +136,8 @@ _SOURCE = """
 ## The most downloaded
 
 On Hugging Face Qwen (942.1 million downloads to March 2026) is before Llama (The ATOM Report, arXiv 2604.07190, 8 April
-2026) and gpt-oss (srigadicherlaxyz.vercel.app/blog/open-weight-llms-2026). No source
-that could be read ranks the others.
+2026) and gpt-oss (srigadicherlaxyz.vercel.app/blog/open-weight-llms-2026). The
+other ranks are our own choice.
 
 A test trains a tiny model of each, resumes it, exports it, and compares the reloaded export with transformers
 (`-k trains_resumes` of `torchtrain/tests/test_train.py`). Parity is the verdict above.
