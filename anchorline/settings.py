@@ -79,11 +79,9 @@ def find_file(path: str | Path) -> Path:
     `demo`, `demo.yaml` and `configs/demo.yaml` all name the shipped `demo.yaml`.
     """
     path = Path(path)
-    if os.path.lexists(path) or path.is_absolute():
+    if os.path.lexists(path) or path.is_absolute() or ".." in path.parts or "\0" in str(path):
         return path
     parts = path.parts[1:] if path.parts[:1] == (SHIPPED.name,) else path.parts
-    if ".." in parts or "\0" in str(path):
-        return path
     named = SHIPPED.joinpath(*parts)
     with suppress(OSError):  # such as a name that is too long
         return next((file for file in (named, Path(f"{named}.yaml")) if file.is_file()), path)
@@ -223,8 +221,10 @@ def _explain_one(schema: type[BaseModel], item: Any) -> tuple[str, str]:
     where = ".".join(location or map(str, loc))
     if kind == "extra_forbidden":
         key, known = str(loc[-1]), list(inner.model_fields) if inner else []
-        nearest = difflib.get_close_matches(key[:100].lower().replace("-", "_"), known, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*location, nearest[0]])}?" if nearest else f"known: {', '.join(known)}"
+        name = key[:100].lower().replace("-", "_")
+        near = [".".join([*location, one]) for one in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
+        found = [one for one in _dotted(schema) if one.endswith(f".{name}")] or near  # in another section first
+        hint = f"did you mean {' or '.join(found)}?" if found else f"known: {', '.join(known)}"
         return f"{'.'.join([*location, quoted(key)[1:-1]])}: ", f"unknown key; {hint}"
     if kind == "missing":
         return f"{where}: ", "missing; add it"
@@ -279,6 +279,15 @@ def _locate(schema: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str
     return location, models[0] if models else None
 
 
+def _dotted(schema: type[BaseModel], above: str = "") -> Iterator[str]:
+    """Yield the dotted names of all fields, also of the sections inside."""
+    for name, field in schema.model_fields.items():
+        yield f"{above}{name}"
+        for kind in members_of(field.annotation):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _dotted(kind, f"{above}{name}.")
+
+
 def _inside(kind: Any, part: str | int) -> Iterator[Any]:
     """Yield the type of a field, an item or a value of a type."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -292,10 +301,9 @@ def _inside(kind: Any, part: str | int) -> Iterator[Any]:
 
 def members_of(kind: Any) -> Iterator[Any]:
     """Yield the members of a union, or the type itself."""
-    if get_origin(kind) is Annotated:
-        yield from members_of(get_args(kind)[0])
-    elif get_origin(kind) in (Union, types.UnionType):
-        for member in get_args(kind):
+    origin = get_origin(kind)
+    if origin in (Annotated, Union, types.UnionType):
+        for member in get_args(kind)[: 1 if origin is Annotated else None]:
             yield from members_of(member)
     else:
         yield kind

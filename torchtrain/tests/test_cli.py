@@ -107,7 +107,6 @@ GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="flash runs on this m
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.step=3", "train.step: unknown key; did you mean train.steps?"),
         ("rope.theta=keep", f"the model holds {POSITIONS} positions"),
         ("model.source=/no/such/folder", "no folder with a config.json here, and no hub id"),
         ("data.sources.0.files=/no/such/*.jsonl", "matches no file"),

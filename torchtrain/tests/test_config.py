@@ -66,6 +66,8 @@ def test_overrides(load):
     ("override", "message"),
     [
         ("train.step=20", r"train\.step: unknown key; did you mean train\.steps\?"),
+        ("seed=1", r"seed: unknown key; did you mean run\.seed or data\.mixture\.seed\?"),
+        ("train.lora={rank: 3}", r"train\.lora: unknown key; did you mean model\.lora\?"),
         ("data.sources.0.demoo=code", r"data\.sources\.0\.demoo: unknown key; did you mean data\.sources\.0\.demo\?"),
         ("pack.anchor=[x]", r"pack\.anchor\.0: 'x': give an integer$"),
         ("rope.theta=1.0", r"rope\.theta: 1\.0: give more than 1"),
