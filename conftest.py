@@ -1,12 +1,9 @@
-"""What every test shares: when GPU tests run, how hypothesis draws, a browser."""
+"""What every test shares: when GPU tests run, how hypothesis draws."""
 
 import importlib.metadata
 import importlib.util
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -32,44 +29,6 @@ def quickly_compiled() -> Iterator[None]:
     yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """The system's chromium, driven by Playwright. Of one module: while it runs, asyncio has a loop in this thread."""
-    if (chromium := shutil.which("chromium")) is None:
-        pytest.skip("chromium is not installed (Debian package `chromium`): the pages are not tried in a browser")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium)
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Open a file in the browser; a page that complains, or that asks for anything but itself, fails the test."""
-    asked, opened, complaints = [], [], []
-
-    def open_file(file: Path, width: int = 1280, scheme: str = "light", script: bool = True) -> Any:
-        page = browser.new_page(
-            viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=script
-        )
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("dialog", lambda dialog: complaints.append(dialog.message))
-        page.on("request", lambda request: asked.append(request.url))
-        opened.append(page)
-        page.goto(file.as_uri())
-        return page
-
-    yield open_file
-    expected = [page.url.partition("#")[0] for page in opened]
-    for page in opened:
-        page.close()
-    assert complaints == []
-    assert asked == expected
 
 
 def pytest_configure(config: pytest.Config) -> None:

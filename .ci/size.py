@@ -25,10 +25,10 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 28_352,
-    "lines of tests' code": 20_358,
-    "lines of source": 42_359,
-    "lines of tests": 26_651,
+    "lines of code": 28_382,
+    "lines of tests' code": 20_120,
+    "lines of source": 42_390,
+    "lines of tests": 26_351,
     "words of docs": 29_725,
     "source files in a folder": 12,
     "settings without description": 0,

@@ -1,9 +1,8 @@
-"""The page: what it says, that nothing in a report can break it, and what a browser makes of it."""
+"""The page: what it says, and that nothing in a report can break it."""
 
+import re
 from html import unescape
 from math import inf, nan
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -112,81 +111,14 @@ def test_nothing_in_a_report_is_taken_for_markup():
     assert unescape(text).count(HOSTILE.replace("\0", "\ufffd")) > 30
 
 
-# -- in a browser ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("pages")
-    long_names = [
-        case(f"llama-anchor+tag+interleave-{'x' * 60}-{n}", command=f"parity run {'y' * 90}") for n in range(3)
-    ]
-    skipped = case("skipped", skipped="no GPU", measures=[])
-    reports = {"mixed": mixed(), "passing": report(*long_names, skipped), "empty": report(), "hostile": hostile()}
-    for name, made in reports.items():
-        (folder / f"{name}.html").write_text(render(made), encoding="utf-8")
-    return {name: folder / f"{name}.html" for name in reports}
-
-
-def texts(page: Any, selector: str) -> list[str]:
-    return [text.strip() for text in page.locator(selector).all_text_contents()]
-
-
-@pytest.mark.parametrize("name", ["mixed", "passing", "empty", "hostile"])
-def test_it_is_shown_without_complaint_in_every_width_and_scheme(open_page, pages, name):
-    for width, scheme, paper in ((1280, "dark", "#14171a"), (360, "light", "#ffffff")):
-        page = open_page(pages[name], width, scheme)
-        page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
-        assert background == "rgb({}, {}, {})".format(*bytes.fromhex(paper[1:]))
-        assert page.locator("script:not(body > script), [onfocus]").count() == 0
-
-
-def test_the_verdict_and_what_failed_stand_first(open_page, pages):
-    page = open_page(pages["mixed"])
-    assert page.title() == "Different: CI"
-    assert texts(page, "h1.bad + .lede") == [headline(mixed())[1]]
-    assert texts(page, ".news p") == [WORDS, "layers.0.q is NaN at [0, 3, 1, 7], 12 of 131072 elements"]
+def test_the_verdict_and_what_failed_stand_first():
+    page = unescape(render(mixed()))
+    assert "<title>Different: CI</title>" in page
+    assert page.index(headline(mixed())[1]) < page.index(WORDS) < page.index('href="#case-3"')
     order = ["case-3", "case-4", "case-1", "case-2"]
-    assert page.locator(".case").evaluate_all("all => all.map((each) => [each.id, each.open])") == [
-        [name, name in ("case-3", "case-4")] for name in order
-    ]
-    rows = page.locator("section .list tbody tr")
-    assert rows.locator("a").evaluate_all("all => all.map((each) => each.hash)") == [f"#{name}" for name in order]
-    assert texts(rows, ".verdict") == ["✗ broken", "! not judged", "✓ passed", "– skipped"]
-    assert texts(rows.nth(0), "td")[1:] == ["41", "0.21", "0.75", "0.75", "0.68", "3.2"]
-    worst = rows.nth(0).locator("td").nth(1).get_attribute("title")
-    assert worst == "layers.2.k_rope: error 8.20e-2, allowance 2.00e-3"
-
-
-def test_a_case_lists_its_measures_and_plots(open_page, pages):
-    page = open_page(pages["mixed"])
-    expected = mixed().cases[2].measures
-    rows = page.locator("#case-3 .measures tbody tr")
-    assert texts(rows, "th") == [m.name for m in expected]
-    assert texts(rows, "td:nth-child(4)") == [ratio(m) for m in expected]
-    assert page.locator("#case-3 .measures tbody .x").count() == sum(not m.passed for m in expected)
-    assert texts(page, "#case-3 figcaption")[0] == "layers.2.k_rope 41 over all, above its allowance from token 512 on"
-
-
-def test_only_broken_hides_the_rest(open_page, pages):
-    page = open_page(pages["mixed"])
-    page.locator("#only-broken").check()
-    assert texts(page, ".case:visible > summary .verdict .broken, .case:visible > summary .verdict .not-judged") == [
-        "✗ broken",
-        "! not judged",
-    ]
-    assert page.locator("section .list tbody tr:visible").count() == page.locator(".case:visible").count() == 2
-    page.locator("#case-3 .measures > summary").click()
-    page.locator("#case-3 .measures input").check()
-    broken = sum(not m.passed for m in mixed().cases[2].measures)
-    assert page.locator("#case-3 .measures tbody tr:visible").count() == broken
-
-
-def test_a_link_opens_its_case_and_a_command_is_copied_or_selected(open_page, pages):
-    page = open_page(pages["mixed"])
-    page.locator('a[href="#case-1"]').click()
-    page.locator("#case-1[open]").wait_for()
-    page.locator("#case-1 .command button").click()
-    page.locator("#case-1 .command button", has_text="ed").wait_for()
+    assert re.findall(r'<details[^>]*id="(case-\d)"', page) == order
+    assert list(dict.fromkeys(re.findall(r'href="#(case-\d)"', page))) == order
+    verdicts = re.findall(r'<th scope="row"><a href.*?<td class="verdict"><span class="([a-z-]+)"', page)
+    assert verdicts == ["broken", "not-judged", "passed", "skipped"]
+    assert "layers.2.k_rope: error 8.20e-2, allowance 2.00e-3" in page
+    assert "above its allowance from token 512 on" in page

@@ -7,18 +7,14 @@ how many seconds.
 """
 
 import atexit
-import collections
 import gc
 import importlib
 import json
-import math
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -70,11 +66,7 @@ class Forks:
                 many there are, as torchrun starts them; `rank`: which of them gets the signal or error, default all;
                 `agent`: whether all are sent SIGTERM when the first has failed, as torchrun does; `set`: values of
                 constants by dotted name; `main`: a module whose `main` runs in the command line's place. `{rank}` in an
-                argument stands for the process's. `trace`: `strace` sends process `rank` (default 0) the signal
-                `signal` as its main thread begins the `when`th system call named `call`; of SIGKILL `group` sends it to
-                the others as well, of SIGSTOP it goes on after `pause` seconds. With `calls`, a list, and no `call` it
-                is only counted: the answer has `counts`. With `save` it is the thread that writes the process's
-                `save`th checkpoint beside the steps whose calls count, and no other's.
+                argument stands for the process's.
 
         Returns:
             `codes`, one a process, and `seconds`, until each was gone.
@@ -109,9 +101,6 @@ def _half(path: Path, *parts: bytes | memoryview) -> None:
     path.write_bytes(content[: len(content) // 2])
     _die()
 
-
-# Seconds after which the processes that are left are asked to end: longer than they need to see that one is gone.
-_GRACE = 20.0
 
 # Phase -> (module, the name in it that is replaced at the nth call, what is done first, whether the real thing comes
 # before).
@@ -160,23 +149,6 @@ def arm(phase: str, nth: int, number: int, error: int | str | None) -> None:
     setattr(target, leaf, replaced)
 
 
-def _await_tracer(nth: int, told: int, go: int) -> None:
-    """Let the thread that writes the `nth` checkpoint beside the steps say who it is, and wait until it is traced."""
-    from torchtrain.checkpoint.background import Background
-
-    real, calls = Background._run, 0
-
-    def run(background: Background, work: Callable[[], None]) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == nth:
-            os.write(told, threading.get_native_id().to_bytes(4, "little"))
-            os.read(go, 1)
-        real(background, work)
-
-    Background._run = run
-
-
 def _child(request: dict[str, Any], rank: int, port: int) -> None:
     main = importlib.import_module(request.get("main", "torchtrain.cli")).main
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -207,72 +179,6 @@ def _child(request: dict[str, Any], rank: int, port: int) -> None:
         os._exit(code)
 
 
-def _trace(
-    trace: dict[str, Any], children: list[int], go: int, started: float, thread: tuple[int, int] | None
-) -> dict[str, Any]:
-    """Let the children go once one of them, or the thread that is asked for, is traced; wait for all."""
-    target, number = children[trace.get("rank", 0)], trace.get("signal", signal.SIGKILL)
-    if thread is not None:
-        os.write(go, b"." * len(children))
-        told, go = thread
-        if not (said := os.read(told, 4)):  # all ended without a save of that number
-            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-            return {"codes": codes, "seconds": [time.perf_counter() - started], "counts": {}, "stopped": False}
-        target = int.from_bytes(said, "little")
-    with tempfile.NamedTemporaryFile("r") as log:
-        command = ["strace", *(["-f"] if thread is None else []), "-qq", "-o", log.name, "-p", str(target)]
-        if "call" in trace:
-            name = signal.Signals(number).name
-            command += [
-                "-e",
-                f"trace={trace['call']}",
-                "-e",
-                f"inject={trace['call']}:signal={name}:when={trace['when']}",
-            ]
-        else:
-            command += ["-e", f"trace={','.join(trace['calls'])}"]
-        tracer = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        while "TracerPid:\t0\n" in Path(f"/proc/{target}/status").read_text():
-            assert tracer.poll() is None, "strace does not trace here"
-            time.sleep(0.001)
-        os.write(go, b"." * len(children))
-        codes, left, stopped, still = {}, dict(enumerate(children)), False, time.monotonic()
-        killed = math.inf
-        while left:
-            time.sleep(0.005)
-            if time.monotonic() - killed > _GRACE:  # as torchrun does; before they have met, nothing else would end it
-                for other in left.values():
-                    os.kill(other, signal.SIGTERM)
-                killed = math.inf
-            for rank, child in list(left.items()):
-                if (done := os.waitpid(child, os.WNOHANG))[0]:
-                    codes[rank] = os.waitstatus_to_exitcode(done[1])
-                    del left[rank]
-                    if codes[rank] == -signal.SIGKILL:
-                        killed = time.monotonic()
-                    if codes[rank] == -signal.SIGKILL and trace.get("group"):
-                        for other in left.values():
-                            os.killpg(other, signal.SIGKILL)
-                elif number == signal.SIGSTOP and rank == trace.get("rank", 0):
-                    # Every call that is traced stops it, too, for an instant.
-                    if _state(child) != "T":
-                        still = time.monotonic()
-                    elif time.monotonic() - still > trace["pause"]:
-                        stopped, still = True, time.monotonic()
-                        os.kill(child, signal.SIGCONT)
-        tracer.wait()
-        lines = [line.split(maxsplit=1) for line in log.read().splitlines()]
-    own = [line[1] for line in lines if line[0] == str(target)] if thread is None else [line[0] for line in lines]
-    calls = collections.Counter(line.partition("(")[0] for line in own if "(" in line)
-    seconds = time.perf_counter() - started
-    return {"codes": [codes[rank] for rank in sorted(codes)], "seconds": [seconds], "counts": calls, "stopped": stopped}
-
-
-def _state(child: int) -> str:
-    """A process's state: T is stopped, whether it is traced or not."""
-    return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0].upper()
-
-
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # DeepSpeed speaks there while it is imported
@@ -297,30 +203,10 @@ def _serve() -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         children = []
-        trace = request.get("trace")
-        (ready, go), (told, tell), (traced, go_on) = os.pipe(), os.pipe(), os.pipe()
         for rank in range(request.get("processes", 1)):
             children.append(os.fork())
             if children[-1] == 0:
-                os.close(go)
-                os.close(go_on)
-                if trace is not None:
-                    os.setpgid(0, 0)
-                    os.read(ready, 1)
-                    if "save" in trace and rank == trace.get("rank", 0):
-                        _await_tracer(trace["save"], tell, traced)
-                os.close(ready)
                 _child(request, rank, port)
-        for end in (ready, tell, traced):
-            os.close(end)
-        if trace is not None:
-            thread = (told, go_on) if "save" in trace else None
-            answer = _trace(trace, children, go, started, thread)
-            print(json.dumps(answer), file=answers, flush=True)
-        for end in (go, told, go_on):
-            os.close(end)
-        if trace is not None:
-            continue
         if (delay := request.get("signal_after")) is not None:
             time.sleep(delay)
             for rank, child in enumerate(children):

@@ -21,7 +21,6 @@ class Place:
     def __init__(self, folder: Path, forks: Forks | None, tree: dict[str, Any]) -> None:
         self.folder, self.forks, self.tree = folder, forks, tree
         self.seconds = 0.0  # of the last run
-        self.answer: dict[str, Any] = {}  # that the server gave of it
         self.config = folder / "config.yaml"
         self.config.write_text(yaml.safe_dump(tree), encoding="utf-8")
 
@@ -40,7 +39,7 @@ class Place:
     def _run(self, *argv: str, name: str, **kill: Any) -> Any:
         assert self.forks is not None
         answer = self.forks.run(*argv, log=self.folder / f"{name}.log", **kill)
-        codes, self.seconds, self.answer = answer["codes"], max(answer["seconds"]), answer
+        codes, self.seconds = answer["codes"], max(answer["seconds"])
         return codes if len(codes) > 1 else codes[0]
 
 
