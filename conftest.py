@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -32,7 +33,10 @@ def quickly_compiled() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile JAX's programs quickly, and each once for all processes of a run, and of the next."""
+    """Compile JAX's programs quickly, and each once for all processes of a run, and of the next. Receive Ctrl-C."""
+    # A shell starts what runs in its background with SIGINT ignored, and the tests' processes would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Half of what XLA's compiler takes for a CPU, it takes in emitters that make programs faster which run once here.
     # XLA ends the process at a flag that it does not know: jaxlib 0.11 lacks them.
     flags = os.environ.get("XLA_FLAGS", "")

@@ -179,10 +179,10 @@ def test_zoo_prints_the_kill_table(tmp_path):
 
 def test_a_platform_that_jax_does_not_have_is_one_line():
     environment = os.environ | {"JAX_PLATFORMS": "cuda"}
-    command = [sys.executable, "-m", "parity_tests", "run", "--dtype", "float32", "--tokens", "40"]
+    command = [sys.executable, "-c", "from jaxref.cli import main; main()", "rope"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 2
-    assert done.stderr.startswith("parity: JAX_PLATFORMS: 'cuda'")
+    assert done.stderr.startswith("jaxref: JAX_PLATFORMS: 'cuda'")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -65,8 +65,8 @@ class Forks:
                 with that text; `signal_after`: seconds after which the signal is sent from outside; `processes`: how
                 many there are, as torchrun starts them; `rank`: which of them gets the signal or error, default all;
                 `agent`: whether all are sent SIGTERM when the first has failed, as torchrun does; `set`: values of
-                constants by dotted name; `main`: a module whose `main` runs in the command line's place. `{rank}` in an
-                argument stands for the process's.
+                constants by dotted name; `environment`: variables; `main`: a module whose `main` runs in the command
+                line's place. `{rank}` in an argument stands for the process's.
 
         Returns:
             `codes`, one a process, and `seconds`, until each was gone.
@@ -159,6 +159,7 @@ def _child(request: dict[str, Any], rank: int, port: int) -> None:
     for name, value in request.get("set", {}).items():
         module, _, leaf = name.rpartition(".")
         setattr(importlib.import_module(module), leaf, value)
+    os.environ.update(request.get("environment", {}))
     sys.argv = ["torchtrain", *(argument.replace("{rank}", str(rank)) for argument in request["argv"])]
     if (processes := request.get("processes", 1)) > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}

@@ -27,6 +27,16 @@ from torchtrain.tests.runs import content
 from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut
 
+
+def test_tests_started_in_the_background_of_a_shell_receive_ctrl_c():
+    """Such a shell hands SIGINT on as ignored, to `make test &` and to all that it starts."""
+    child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    code = "import conftest, subprocess, sys; conftest.pytest_configure(object()); "
+    code += f"subprocess.run([sys.executable, '-c', {child!r}])"
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
+
+
 # --- who watches ------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from anchorline.errors import UserError
 from torchtrain.config import load_config
 from torchtrain.distributed import world
 from torchtrain.distributed.world import check_driver, read_ranks
+from torchtrain.tests.forks import forks
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -52,20 +53,17 @@ def test_what_is_set_wrongly_is_named(place, name, value):
     assert len(str(refused.value)) < 400
 
 
-def test_a_port_that_is_taken_is_one_line(tree, write_config):
+def test_a_port_that_is_taken_is_one_line(tree, write_config, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        ended = subprocess.run(
-            [sys.executable, "-m", "torchtrain", "train", str(write_config(tree))],
-            env={**os.environ, **PLACE, "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": port},
-            capture_output=True, text=True, check=False, timeout=120,
-        )  # fmt: skip
-    assert ended.returncode == 2, ended.stderr
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith(
+        there = PLACE | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": port}
+        ended = forks().run("train", str(write_config(tree)), log=tmp_path / "log", environment=there)
+    said = (tmp_path / "log").read_text()
+    assert ended["codes"] == [2], said
+    assert said.splitlines()[-1].startswith(
         f"torchtrain: MASTER_ADDR and MASTER_PORT, 127.0.0.1:{port}: the processes cannot connect there: "
     )
-    assert "Traceback" not in ended.stderr
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

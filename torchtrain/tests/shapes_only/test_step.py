@@ -24,20 +24,13 @@ def tiny(tree, write_config, monkeypatch):
 # --- at full size -----------------------------------------------------------------------------------------------------
 
 
-# Each model and each layout of the paper's configs, and depths of it that stand for all layers.
-AT_FULL_SIZE = {
-    "llama2-7b-128k-anchor": (2, 3),
-    "llama3-8b-128k-full": (2, 3),
-}
-
-
-@pytest.mark.parametrize("name", AT_FULL_SIZE)
-def test_plan_of_the_papers_configs_is_what_a_step_on_eight_ranks_holds(name):
+def test_plan_of_the_papers_configs_is_what_a_step_on_eight_ranks_holds():
     """By DeepSpeed's own engine and Ulysses; and docs/running.md says both. Its table is printed by
     `python -m torchtrain.tests.shapes_only`, which measures every config.
     """
+    name, depths = "llama3-8b-128k-full", (2, 3)  # depths that stand for all layers
     config = step.with_two_micro_batches(load_config(PAPER[name]), 8)
-    held, planned = (size / budget.GIB for size in step.at_full_depth(config, 8, AT_FULL_SIZE[name]))
+    held, planned = (size / budget.GIB for size in step.at_full_depth(config, 8, depths))
     assert planned == pytest.approx(held, rel=0.02)
     (row,) = [line for line in (DOCS / "running.md").read_text().splitlines() if line.startswith(f"| `{name}`")]
     assert [float(cell) for cell in row.split("|")[2:4]] == [
