@@ -29,6 +29,16 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+_MEND = {  # by what PyYAML says
+    "'\\t'": "indent with spaces, not with tabs",
+    "<block end>": "indent the line like those that it belongs to",
+    "mapping values": "quote text that holds ': ', and indent the line like those that it belongs to",
+    "end of stream": "close the quote that is open",
+    "<stream end>": "close the bracket that is open",
+    "tag": "take the tag out",
+    "another document": "keep one document",
+    "": "write key: value, and quote text that begins with a sign such as * or @",
+}
 _NUMBERS = {  # by YAML 1.2: 2e-5 is a number, 12:30 is not
     f"{_TAG}int": r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)",
     f"{_TAG}float": r"([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?"
@@ -179,6 +189,15 @@ def _parse(text: str) -> Any:
         raise UserError("values are nested too deep") from None
     except UserError:
         raise
+    except yaml.MarkedYAMLError as error:
+        problem, end = str(error.problem), error.problem_mark
+        mark = (error.context_mark if "stream" in problem else None) or end  # where what does not end begins
+        fix = next(fix for words, fix in _MEND.items() if words in problem)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise UserError(f"{where}not valid YAML: {quoted_reason(problem)}; {fix}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UserError(f"line {line}: not valid YAML: holds {quoted(chr(error.character))}; remove it") from None
     except (yaml.YAMLError, ValueError, LookupError) as error:  # the last two for a bad number or tag
         raise UserError(f"not valid YAML: {quoted_reason(error)}") from None
 
@@ -200,7 +219,8 @@ def _override(tree: Tree, override: str, example: str) -> None:
     try:
         value = _parse(text)
     except UserError as error:
-        raise UserError(f"{opening}: {str(error).removeprefix('line 1: ')}; quote it if it is text") from None
+        reason = re.sub("^line 1(, column [0-9]+)?: ", "", str(error))
+        raise UserError(f"{opening}: {reason}; quote it if it is text") from None
     if isinstance(node, list):
         node[_index(node, leaf, opening)] = value
     else:
