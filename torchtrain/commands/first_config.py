@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import yaml
 
-from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.errors import UserError, disk_fault, quoted, quoted_reason
 from anchorline.files import expand, write_file
-from torchtrain.config import Config, Source, load_config
+from torchtrain.config import Config, DataConfig, Source, load_config
 from torchtrain.data import check_tokenizer
-from torchtrain.data.corpus import Document, read
+from torchtrain.data.corpus import BadRecord, Document, read
 from torchtrain.data.files import KINDS, BadItemError, items, list_files
 from torchtrain.distributed.free_memory import free_memory
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
@@ -23,6 +23,7 @@ _ROWS_A_STEP = 8
 _MOST_STEPS = 1000
 _LENGTH = 65_536  # largest default length of a row
 _GIB = 2**30
+_RECORD = '{"text": "..."}'
 
 
 def write_first_config(data: str, model: str, out: Path, length: int | None = None) -> None:
@@ -38,7 +39,7 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
         UserError: `data` has no documents, or the model does not fit. Nothing is written then.
     """
     section, size = _find_documents(data)
-    texts = _sample(section)
+    texts, whole = _sample(section)
     folder = resolve_source(model, "cache", print, needs="tokenizer")
     own = open_config(folder)
     positions: int = own.max_position_embeddings
@@ -46,7 +47,13 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
     tokenizer = open_tokenizer(folder)
     check_tokenizer(tokenizer, own.vocab_size)
     sampled = sum(len(tokenizer(text, verbose=False)["input_ids"]) for text in texts)
-    tokens = int(size * sampled / max(1, sum(len(text.encode()) for text in texts)))
+    tokens = sampled if whole else int(size * sampled / max(1, sum(len(text.encode()) for text in texts)))
+    packed = not whole and section.get("files", "").endswith((".gz", ".zst", ".parquet"))  # text to a tenth of its size
+    if length > tokens * (10 if packed else 1):
+        raise UserError(
+            f"--length {length}: a row would be longer than all documents together, about {tokens} tokens; give more "
+            f"documents, or a --length of at most {tokens}"
+        )
     steps = max(1, min(_MOST_STEPS, round(0.95 * tokens / (length * _ROWS_A_STEP))))
     text = _yaml(section, model, out, length, positions, tokens, steps)
     try:
@@ -99,18 +106,27 @@ def _with_text_field(section: dict[str, Any]) -> dict[str, Any]:
     if "text" in fields:
         return section
     if not any(fields.values()):
-        why = next((f" ({error})" for _, error in records if isinstance(error, BadItemError)), "")
-        raise UserError(f"DATA {quoted(place)}: no record has a field that holds text{why}; name it text")
+        for where, record in records:
+            if isinstance(record, BadItemError):
+                raise UserError(f"DATA {quoted(Path(where))}: {quoted_reason(record)}; correct the line")
+            if not isinstance(record, dict):
+                raise UserError(f"DATA {quoted(Path(where))}: is no object; write one such as {_RECORD}")
+        raise UserError(f"DATA {quoted(place)}: no record has a field that holds text; write records such as {_RECORD}")
     return section | {"text_field": max(fields, key=lambda name: fields[name])}
 
 
-def _sample(section: dict[str, Any]) -> list[str]:
-    """Return the texts of the first records."""
+def _sample(section: dict[str, Any]) -> tuple[list[str], bool]:
+    """Return the texts of the first records, and whether these are all."""
     records = list(itertools.islice(read(Source(**section)), _SAMPLE))
     texts = [record.text for record in records if isinstance(record, Document)]
-    if not texts:
-        raise UserError(f"DATA: no document in the first {len(records)} records; the first says: {records[:1]}")
-    return texts
+    bad = [record for record in records if isinstance(record, BadRecord)]
+    many = len(bad) > DataConfig.model_fields["bad_record_share"].default * len(records)
+    if not texts or many:
+        first = f"; the first: {bad[0]}" if bad else ""
+        raise UserError(f"DATA: {len(bad)} of the first {len(records)} records hold no text{first}; correct them")
+    if bad:
+        print(f"bad       {len(bad)} of the first {len(records)} records, which are left out; the first: {bad[0]}")
+    return texts, len(records) < _SAMPLE
 
 
 def _memory_line(config: Config) -> str:

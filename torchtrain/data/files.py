@@ -213,6 +213,8 @@ def _parse(line: bytes) -> Any:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return BadItemError("is not UTF-8")
+    except json.JSONDecodeError as error:
+        return BadItemError(f"is not JSON: {error.msg} at character {error.pos + 1}")
     except (ValueError, RecursionError) as error:
         return BadItemError(f"is not JSON: {error}")
 

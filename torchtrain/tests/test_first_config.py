@@ -45,7 +45,16 @@ def test_the_config_that_init_writes_trains(corpus, model_folder, tmp_path, monk
     [
         ("nothing", None, "a.yaml", "DATA 'nothing': no such file or folder"),
         ("empty", None, "a.yaml", "DATA 'empty': the folder holds none of "),
-        ("numbers.jsonl", None, "a.yaml", "no record has a field that holds text"),
+        ("numbers.jsonl", None, "a.yaml", "no record has a field that holds text; write records such as {"),
+        (
+            "broken.jsonl",
+            None,
+            "a.yaml",
+            "DATA broken.jsonl:2: is not JSON: Expecting ',' delimiter at character 14; ",
+        ),
+        ("words.jsonl", None, "a.yaml", "DATA words.jsonl:1: is no object; write one such as {"),
+        ("half.jsonl", None, "a.yaml", "DATA: 1 of the first 2 records hold no text; the first: half.jsonl:2: is not "),
+        ("docs.jsonl", None, "a.yaml", "longer than all documents together, about 7 tokens; give more documents, or a"),
         ("blank.jsonl", None, "a.yaml", "DATA 'blank.jsonl': holds no record; give documents"),
         ("docs.jsonl", "/no/such", "a.yaml", "no folder with a config.json here"),
         ("docs.jsonl", None, "docs.jsonl", "--out docs.jsonl: exists"),
@@ -57,6 +66,9 @@ def test_what_init_refuses_leaves_no_file(model_folder, tmp_path, monkeypatch, d
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.jsonl").write_text("\n")
     (tmp_path / "numbers.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "broken.jsonl").write_text('\n{"text": "a" "b"}\n')
+    (tmp_path / "words.jsonl").write_text('"one two"\n')
+    (tmp_path / "half.jsonl").write_text('{"text": "one two"}\n{"text": \n')
     (tmp_path / "docs.jsonl").write_text('{"text": "one two"}\n')
     before = sorted(tmp_path.iterdir())
     told = call("init", data, model or model_folder(), "--out", out)
