@@ -44,9 +44,14 @@ def find_model(source: str, field: str, patterns: Sequence[str], say: Callable[[
         raise UserError(
             f"{field} {quoted(source)}: is there, but has no config.json that can be read; give another folder"
         )
-    if not _ID.fullmatch(source) or len(source) > _MOST_ID:
+    if not is_id(source):
         raise UserError(f"{looked}, and no hub id such as name/model; give one of them, or smollm2")
     return _from_hub(source, looked, patterns, say)
+
+
+def is_id(source: str) -> bool:
+    """Whether a hub may have a model of this id."""
+    return _ID.fullmatch(source) is not None and len(source) <= _MOST_ID
 
 
 def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[str], None]) -> Path:
@@ -74,13 +79,13 @@ def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[
         reason = (
             "the hub did not answer in time" if late else quoted_reason(str(error).partition("\n")[0] or type(error))
         )
-    if (cached := _in_cache(source, patterns, wanted)) is None:
+    if (cached := find_cached(source, patterns, wanted)) is None:
         raise UserError(f"{looked}, and the hub cannot be reached: {reason}; give the folder of a model, or smollm2")
     say(f"warning   {source}: {reason}; taken from the cache, {cached}")
     return cached
 
 
-def _in_cache(source: str, patterns: Sequence[str], wanted: Sequence[str]) -> Path | None:
+def find_cached(source: str, patterns: Sequence[str], wanted: Sequence[str] = ()) -> Path | None:
     """Return the folder of a model in the cache if it is complete, by the hub's list where there is one."""
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 

@@ -38,6 +38,10 @@ def init(
         if out.suffix not in (".yaml", ".yml"):
             raise UserError(f"--out {quoted(out)}: is not the name of a YAML file; end it with .yaml")
 
+        from torchtrain.modeling.source import check_source
+
+        check_source(model)
+
         from transformers.utils import logging
 
         from torchtrain.commands.first_config import write_first_config

@@ -55,6 +55,10 @@ def evaluate(
         if tasks is not None and not any(of.startswith("perplexity") for of in given):
             given.append("perplexity=null")
         chosen, at = load_suite(suite, given), parse_lengths(lengths)
+        if not os.path.lexists(os.path.join(target, "run.json")):
+            from torchtrain.modeling.source import check_source
+
+            check_source(target)
 
         from transformers.utils import logging
 

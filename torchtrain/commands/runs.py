@@ -36,10 +36,12 @@ def train(
 
         config = load_config(file, overrides or [])
         if os.environ.get("RANK", "0") == "0":
+            from torchtrain.modeling.source import check_source
             from torchtrain.run.folder import RunFolder
 
-            # A run in the folder is refused before the imports, which take seconds.
+            # A run in the folder and a missing model are refused before the imports, which take seconds.
             RunFolder(config.run.folder).check(replace, config.model.source, config.data)
+            check_source(config.model.source)
 
         from torchtrain.run.recipe import train as run  # isort: skip
 
@@ -89,6 +91,10 @@ def resume(
             raise UserError(f"{folder}: holds no run; give the run.folder of a run")
         config = load_config(folder / "config.yaml", overrides or [])
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
+        if os.environ.get("RANK", "0") == "0":
+            from torchtrain.modeling.source import check_source
+
+            check_source(config.model.source)
 
         from torchtrain.run.recipe import resume as run  # isort: skip
 

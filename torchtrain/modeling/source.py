@@ -94,6 +94,17 @@ def resolve_source(
     return str(folder)
 
 
+def check_source(source: str) -> None:
+    """Refuse what `resolve_source` refuses, as far as that needs neither weights from a hub nor torch's imports.
+
+    Raises:
+        UserError: see `resolve_source`.
+    """
+    here = os.path.exists(os.path.expanduser(source))
+    if source != SMOLLM2 and (here or not hub.is_id(source) or hub.find_cached(source, hub.CONFIGS) is None):
+        resolve_source(source, "", needs="weights" if here else "tokenizer")
+
+
 def check_no_adapter(source: str, folder: str | Path) -> None:
     """Refuse an adapter beside a model: where peft is installed transformers would put it into the model unasked, and
     save it in the model's place.

@@ -7,6 +7,7 @@ rank finds under `World.together` stops all of them.
 
 import itertools
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -138,6 +139,8 @@ class Trainer:
     ) -> None:
         self.config, self.world, self.termination, self.started = config, world, termination, started
         self.leads = world.rank == 0
+        # torchrun sends Ctrl-C a second time, and kills after 30 s: only a process of its own finishes its step then.
+        self.alone = world.size == 1 and "RANK" not in os.environ
         self.console = (console or Console(stderr=True)) if self.leads else Console(quiet=True)
         self.log = partial(self.console.print, markup=False, highlight=False, soft_wrap=True)
         with world.together():
@@ -198,7 +201,7 @@ class Trainer:
             tokens_before, seconds = session.tokens_seen, 0.0
             journal.begin_steps(session.step, self.started, resumed=checkpoint is not None)
             with self._finish_save_on_error(session):
-                with self.termination.defer():
+                with self.termination.defer(interrupts=self.alone):
                     session.export_if_kept()  # the run may have been killed between the last save and its export
                     self._evaluate(session)
                     for step in take_steps(
@@ -294,14 +297,17 @@ class Trainer:
 
     @contextmanager
     def _answer_interrupts(self, session: Session) -> Iterator[None]:
-        """Say at once what Ctrl-C does; of many processes torchrun sends it twice, so one process alone answers."""
-        if self.world.size > 1:
+        """Say at once what Ctrl-C does; torchrun sends it twice, so one process alone answers."""
+        if not self.alone:
             yield
             return
 
         def answer() -> None:
             kept = "no step is saved" if session.last_saved is None else f"step {session.last_saved:,} is saved"
-            self.log(f"Ctrl-C    the run ends when the operation that runs now is done; {kept}; Ctrl-C again: at once")
+            how = "ends when the operation that runs now is done"
+            if self.termination.deferred:
+                how = "finishes the step that runs now, saves it, and ends"
+            self.log(f"Ctrl-C    the run {how}; {kept} so far; Ctrl-C again ends it at once")
 
         with answer_interrupts(answer, lambda: self.console.show_cursor(True)):
             yield
@@ -324,6 +330,7 @@ class Trainer:
 
         Raises:
             UserError, OtherRankFailed: a save could not be written.
+            KeyboardInterrupt: one process was sent Ctrl-C.
             Terminated: on all ranks.
         """
         asked, written = self.world.sum([float(self.termination.asked), float(session.written)])
@@ -331,8 +338,11 @@ class Trainer:
             session.finish_saves()
         if asked:
             session.save(wait=True)
-            saved = f"stopped by SIGTERM after step {session.step}, which is saved"
+            by = "Ctrl-C" if self.termination.interrupted else "SIGTERM"
+            saved = f"stopped by {by} after step {session.step}, which is saved"
             advice = f"to resume: torchtrain resume {self.folder.path}"
+            if self.termination.interrupted:
+                raise KeyboardInterrupt(f"{saved}; {advice}")
             raise Terminated(f"{saved}; {advice}" if self.leads else "", agreed=True)
 
     @contextmanager

@@ -1,6 +1,7 @@
 """The steps of a run: each is taken, checked by the guard, counted, and yielded as one value."""
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -55,7 +56,7 @@ class Step:
     flops: int
     seconds: float
     mfu: float | None  # None where the device's peak is not known
-    memory_gib: float | None  # None without a GPU
+    memory_gib: float | None  # the peak; None where the system does not tell
 
     def event(self) -> dict[str, Any]:
         """Return what `metrics.jsonl` holds of it."""
@@ -151,9 +152,14 @@ def _leave_out(strategy: Strategy, guard: Guard, number: int, fault: str, result
 
 
 def _memory_gib(device: torch.device) -> float | None:
-    """Return the most memory a GPU has held since the last call, GiB; None without one."""
+    """Return the peak memory in GiB: of a GPU since the last call, without one of this process since its start."""
     if device.type != "cuda":
-        return None
+        try:
+            import resource
+        except ImportError:  # Windows
+            return None
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return held / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB elsewhere
     peak = torch.cuda.max_memory_allocated(device) / 2**30
     torch.cuda.reset_peak_memory_stats(device)
     return peak

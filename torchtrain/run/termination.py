@@ -29,7 +29,7 @@ class Termination:
     advice = "there is no run yet: start it again"
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self.interrupted = False
         self._noting = self._raised = False
         self._before: Any = None
 
@@ -43,13 +43,27 @@ class Termination:
             signal.signal(signal.SIGTERM, self._before)
 
     @contextmanager
-    def defer(self) -> Iterator[None]:
-        """Only set `asked` when the signal comes while the block lasts: the block ends when it suits it."""
-        self._noting = True
+    def defer(self, interrupts: bool = False) -> Iterator[None]:
+        """Only set `asked` when the signal comes while the block lasts: the block ends when it suits it.
+
+        Args:
+            interrupts: do so when Ctrl-C comes, too, and set `interrupted`.
+        """
+        self._noting, before = True, signal.getsignal(signal.SIGINT)
+        takes = interrupts and self._before is not None and before is signal.default_int_handler
+        if takes:
+            signal.signal(signal.SIGINT, self._take_interrupt)
         try:
             yield
         finally:
             self._noting = False
+            if takes:
+                signal.signal(signal.SIGINT, before)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether a signal is only noted now."""
+        return self._noting
 
     def note(self) -> None:
         """Only set `asked` from here on."""
@@ -58,6 +72,11 @@ class Termination:
     def obey(self) -> None:
         """Obey the signal at once again, before the block of `defer` ends."""
         self._noting = False
+
+    def _take_interrupt(self, _: int, __: FrameType | None) -> None:
+        if not self._noting:
+            raise KeyboardInterrupt
+        self.asked = self.interrupted = True
 
     def _take(self, _: int, __: FrameType | None) -> None:
         self.asked = True

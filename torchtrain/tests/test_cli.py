@@ -49,7 +49,7 @@ def test_train_and_the_table(call, tree):
     assert (folder / "model" / "config.json").is_file()
     for word in ("numbers", "letters", "before", "after", "tokens seen", "tokens/s", "model in"):
         assert word in result.stdout
-    for word in ("training 3/3", "tokens/s", "held out 2/2"):
+    for word in ("training 3/3", "tokens/s", " GiB · ", "held out 2/2"):
         assert word in result.stderr
     # Each stage says that it begins, in this order.
     stages = ["tokenising ", "loading ", "variant   anchor: a token sees", "training 1/3", f"exporting to {folder}"]

@@ -16,6 +16,7 @@ from torchtrain.run.lock import hold, is_held
 from torchtrain.run.status import status_lines
 from torchtrain.tests.run_fixtures import (
     QUIET,
+    WAITING,
     fails,
 )
 from torchtrain.tests.runs import assert_same, flip
@@ -23,14 +24,17 @@ from torchtrain.tests.runs import assert_same, flip
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_in_a_step_saves_after_it(place, straight):
-    assert place.train("term", at="gradient", nth=3, signal=signal.SIGTERM) == 143
-    folder = place.folder / "term"
-    assert place.last_line("term") == (
-        f"torchtrain: stopped by SIGTERM after step 3, which is saved; to resume: torchtrain resume {folder}"
+@pytest.mark.parametrize(("name", "number", "code"), [("SIGTERM", signal.SIGTERM, 143), ("Ctrl-C", signal.SIGINT, 130)])
+def test_a_signal_in_a_step_saves_after_it(place, straight, name, number, code):
+    assert place.train(name, WAITING, at="gradient", nth=3, signal=number) == code
+    folder = place.folder / name
+    assert place.last_line(name) == (
+        f"torchtrain: stopped by {name} after step 3, which is saved; to resume: torchtrain resume {folder}"
     )
+    answer = "Ctrl-C    the run finishes the step that runs now, saves it, and ends; step 2 is saved so far"
+    assert (answer in place.log(name)) == (name == "Ctrl-C")
     assert Checkpoints(folder / "checkpoints").steps() == [2, 3]
-    assert place.resume("term") == 0
+    assert place.resume(name) == 0
     assert_same(folder, straight)
 
 

@@ -208,7 +208,7 @@ def step_status(event: Mapping[str, Any]) -> str:
     if "mfu" in event:
         parts.append(f"MFU {event['mfu']:.1%}")
     if "memory_gib" in event:
-        parts.append(f"{event['memory_gib']:.1f} GiB")
+        parts.append(f"peak {event['memory_gib']:.1f} GiB")
     if "left_out" in event:
         parts.append(f"left out: {event['left_out']}")
     return " · ".join(parts)
