@@ -224,6 +224,9 @@ def _check_given(
     model: Any, tokens: Tensor, labels: Tensor | None, targets: Tensor | None, document_ids: Tensor | None
 ) -> None:
     if targets is not None:
+        if labels is None and not getattr(model, "_anchor_told_labels", False):
+            logger.warning("shift_labels without labels: transformers computes no loss; %s", _ADVICE)
+            model._anchor_told_labels = True
         if not tokens.is_floating_point():
             _check_targets(model, targets, tokens)
         return

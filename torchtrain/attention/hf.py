@@ -51,9 +51,9 @@ KEEPS_ANCHOR = "keeps_anchor"  # attribute of attention layers that see the anch
 ROTATED = "rotated_in_float32"  # attribute of the modules of a model whose rotation is float32's
 
 MISSING = (
-    "document_ids: missing; call model(input_ids, position_ids=..., document_ids=...) with an integer [batch, "
-    "tokens] tensor: 0 anchor, 1.. documents, -1 padding; transformers.Trainer strips it unless "
-    "remove_unused_columns=False"
+    "document_ids: missing; give rows of torchtrain.pack and torchtrain.collate (in a Trainer with "
+    "remove_unused_columns=False; in TRL also packing=True with packing_strategy='bfd'), or an integer [batch, tokens] "
+    "tensor: 0 anchor, 1.. documents, -1 padding"
 )
 
 # Arguments of a layer's attention that change the result and that no engine honours:

@@ -22,6 +22,7 @@ _TEXTS = (".txt", ".md")
 _ROWS_A_STEP = 8
 _MOST_STEPS = 1000
 _LENGTH = 65_536  # largest default length of a row
+_SHORT = 1024  # tokens of a row, for a first run on a CPU
 _GIB = 2**30
 _RECORD = '{"text": "..."}'
 
@@ -66,6 +67,8 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
         print(f"documents {size / 2**20:,.1f} MiB, about {tokens:,} tokens; the first {len(texts)} were read")
         print(f"model     {model}: {positions:,} positions, {length:,} with this config")
         print(f"memory    {_memory_line(config)}")
+        if length > _SHORT and not torch.cuda.is_available():
+            print(f"pace      rows of {length:,} tokens are slow without a GPU; a first run: --length {_SHORT}")
     except BaseException:
         out.unlink(missing_ok=True)
         raise

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+_FEW = 20  # samples of each task, for a first look on a CPU
+
+
 def evaluate(
     checkpoints: Sequence[Checkpoint],
     suite: Suite,
@@ -68,6 +71,8 @@ def evaluate(
         out.mkdir(parents=True, exist_ok=True)
     jobs = [plan(model, suite, lengths, out, say) for model in models]  # all checks come before any weight
     jobs = [sorted(own, key=lambda job: -job.length) for own in jobs]  # memory that does not suffice shows at once
+    if any(jobs) and suite.samples > _FEW and not torch.cuda.is_available():
+        say(f"pace      {suite.samples} samples of each task take long without a GPU; a first look: --samples {_FEW}")
     if context is not None:
         # A free process takes the next job. lm-eval would deal samples, so that batches would differ and round
         # otherwise.

@@ -151,7 +151,8 @@ def _add(table: Table, name: str, before: Mean, after: Mean) -> None:
 
 
 def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return a PNG: training loss (all and per domain) over tokens seen, held-out losses before and after.
+    """Return a PNG: training loss (all and per domain) over tokens seen, held-out losses before and after. One domain
+    is drawn once.
 
     Args:
         events: those of `metrics.jsonl`.
@@ -173,8 +174,9 @@ def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
         style = {"linestyle": ":", "marker": "D", "markersize": 7, "markeredgecolor": "white"}
         axes.plot(tokens, losses, color=color, label=f"held out, {name}", **style)
 
-    line(lambda e: e, "all", "black", 2)
-    for index, domain in enumerate(evaluations[0]["domains"]):
+    domains = list(evaluations[0]["domains"])
+    line(lambda e: e, "all" if len(domains) > 1 else domains[0], "black", 2)
+    for index, domain in enumerate(domains if len(domains) > 1 else ()):
         line(lambda e, domain=domain: e["domains"].get(domain), domain, f"C{index}", 1)
 
     axes.set_xlabel("tokens seen")

@@ -374,6 +374,13 @@ def test_a_batch_that_tells_nothing_and_a_call_that_failed_decide_nothing():
     assert said.startswith("labels: transformers shifts them over the ends")
 
 
+def test_targets_that_give_no_loss_are_warned_of_once(caplog):
+    model, inputs = torchtrain.attach(tiny()), with_labels(batch())
+    del inputs["labels"]
+    assert model(**inputs).loss is model(**inputs).loss is None
+    assert caplog.text.count("shift_labels without labels: transformers computes no loss; torchtrain.collate") == 1
+
+
 def test_targets_that_are_not_shifted_are_refused():
     model, inputs = torchtrain.attach(tiny()), batch()
     tokens, nothing = inputs["input_ids"], torch.full_like(inputs["input_ids"], -100)

@@ -138,10 +138,13 @@ def test_prompts_go_into_the_chat_template_and_still_fit(call, tmp_path):
         check_tokenizer(tokenizer, "m", Suite(tasks=["fwe"], chat_template=True))
 
 
-def test_a_task_without_room_is_not_run_with_its_reason_and_the_rest_runs(call, tmp_path):
+def test_a_task_without_room_is_not_run_with_its_reason_and_the_rest_runs(call, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtrain.evaluation.evaluate._FEW", 2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = call("--tasks", "niah_single_1,hellaswag", "--lengths", "512")
     assert done.exit_code == 0, done.output
     assert "model niah_single_1 512: not run: 512 tokens leave no room; it needs 640" in done.stderr
+    assert "3 samples of each task take long without a GPU; a first look: --samples 2\n" in done.stderr
     assert done.stderr.index("not run") < done.stderr.index("hellaswag 512: acc_norm")
     alone = call("--tasks", "longbench_qasper", "--lengths", "128", "--out", tmp_path / "alone")
     assert "its answers have up to 128 tokens, which 128 do not hold" in alone.stderr

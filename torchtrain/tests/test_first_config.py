@@ -24,10 +24,13 @@ def test_the_config_that_init_writes_trains(corpus, model_folder, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     records = [json.loads(line) for line in corpus.read_text().splitlines()]
     lines = [json.dumps({"id": "7", "body": record["text"]}) for record in records]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torchtrain.commands.first_config._SHORT", 16)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.jsonl").write_text("\n".join(lines))
     told = call("init", "docs", model_folder(), "--out", "mine.yaml")
     assert told.exit_code == 0, told.output
+    assert "rows of 128 tokens are slow without a GPU; a first run: --length 16\n" in told.stdout
     assert told.stdout.endswith("config    mine.yaml; next: torchtrain train mine.yaml\n")
     assert len((tmp_path / "mine.yaml").read_text().splitlines()) <= 25
     config = load_config("mine.yaml")

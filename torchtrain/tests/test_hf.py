@@ -154,7 +154,7 @@ def refused(call) -> str:
 def test_missing_document_ids_are_refused():
     batch = inputs(named_batch())
     del batch["document_ids"]
-    assert refused(lambda: tiny()(**batch)).startswith("document_ids: missing")
+    assert refused(lambda: tiny()(**batch)).startswith("document_ids: missing; give rows of torchtrain.pack")
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float64])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 from rich.console import Console
 
 from anchorline.errors import UserError
@@ -197,6 +198,15 @@ def test_the_time_of_the_run_is_estimated_before_the_first_step(tree, write_conf
     said = shown.getvalue()
     assert re.search(r"estimate  \d:\d\d:\d\d from here, .*: 3 steps of \d+ s, then \d+ s for held-out", said)
     assert said.index("estimate ") < said.index("training 1/3")
+
+
+@pytest.mark.parametrize(("domains", "drawn"), [(["a"], ["a"]), (["a", "b"], ["all", "a", "b"])])
+def test_one_domain_is_drawn_once(monkeypatch, domains, drawn):
+    labels, real = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda *data, **how: labels.append(how["label"]) or real(*data, **how))
+    losses = {"loss": 2.0, "tokens_seen": 1, "domains": {name: {"loss": 2.0} for name in domains}}
+    report.plot([{"event": name, **losses} for name in ("evaluation", "step")])
+    assert labels == [f"{when}, {name}" for name in drawn for when in ("training", "held out")]
 
 
 def test_the_change_of_the_held_out_loss_has_an_interval():
