@@ -215,9 +215,11 @@ def check_alike(a: Measured, b: Measured, *more: str) -> None:
         for name in ("samples", "dtype", "engine", "metric", "answered", *more):
             one, other = (getattr(of, name, getattr(of.settings, name, None)) for of in (first, second))
             if one != other:
+                fix = "evaluate both with one suite and one tokenizer"
+                if name == "dtype":
+                    fix = f"evaluate the model of {quoted(b.name)} again, with dtype={one} and in a new --out"
                 raise UserError(
-                    f"{who}: {task} at {length:,} has other {name} ({quoted(one, 20)} and {quoted(other, 20)}); "
-                    "evaluate both with one suite and one tokenizer"
+                    f"{who}: {task} at {length:,} has other {name} ({quoted(one, 20)} and {quoted(other, 20)}); " + fix
                 )
 
 

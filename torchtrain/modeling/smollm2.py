@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -95,6 +96,8 @@ def _convert(source: Path, folder: Path) -> None:
 
     from torchtrain.modeling.save import save_folder
 
+    # transformers imports DeepSpeed where it is installed. DeepSpeed prints a warning unless this is set.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     read: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     with _read_once():
         model = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32, trust_remote_code=False)

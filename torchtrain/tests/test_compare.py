@@ -60,6 +60,10 @@ def test_results_of_a_run_that_do_not_belong_together_are_refused(tmp_path, resu
         ([task_result(length=2048)], "'a' and 'b' were not measured alike: fwe at 1,024 is in one alone"),
         ([task_result(metric="acc")], "'a' and 'b' were not measured alike: fwe at 1,024 has other metric"),
         ([task_result("cwe")], "'a' and 'b' were not measured alike: cwe at 1,024 is in one alone"),
+        (
+            [task_result(settings=settings_of(dtype="float64"))],
+            "the model of 'b' again, with dtype=float32 and in a new",
+        ),
         ([task_result(scores=[1.0])], "fwe at 1,024 has other answered"),
         ([task_result(), task_result(**AT)], "one has 1 checkpoints, the other 2, .*; give --last"),
     ],
