@@ -25,9 +25,9 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 28_475,
+    "lines of code": 28_479,
     "lines of tests' code": 20_120,
-    "lines of source": 42_504,
+    "lines of source": 42_509,
     "lines of tests": 26_351,
     "words of docs": 29_725,
     "source files in a folder": 12,

@@ -65,7 +65,8 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
     try:
         config = load_config(out)
         print(f"documents {size / 2**20:,.1f} MiB, about {tokens:,} tokens; the first {len(texts)} were read")
-        print(f"model     {model}: {positions:,} positions, {length:,} with this config")
+        longer = f"{length:,} with this config" if length > positions else f"in rows of {length:,}"
+        print(f"model     {model}: {positions:,} positions, {longer}")
         print(f"memory    {_memory_line(config)}")
         if length > _SHORT and not torch.cuda.is_available():
             print(f"pace      rows of {length:,} tokens are slow without a GPU; a first run: --length {_SHORT}")

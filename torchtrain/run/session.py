@@ -28,6 +28,7 @@ from torchtrain.modeling.adapters import FOLDER as ADAPTER
 from torchtrain.modeling.adapters import save_adapter, split_off
 from torchtrain.modeling.parts import first_not_finite
 from torchtrain.modeling.save import reader_notes, save_folder
+from torchtrain.modeling.smollm2 import SMOLLM2
 from torchtrain.products import multiplies_in_float32
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.setup import Setup
@@ -39,6 +40,8 @@ from torchtrain.training.strategy import Strategy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+_SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def export(
@@ -374,7 +377,8 @@ def model_card(config: Config, model_config: "PretrainedConfig", step: int) -> s
     """Return a README.md for an exported model: how it was trained, and how to load it in transformers."""
     pack, train = config.pack, config.train
     tokens = step * train.sequences_per_step * pack.sequence_length
-    base = config.model.source
+    base = _SMOLLM2_ID if config.model.source == SMOLLM2 else config.model.source
+    held = max(pack.sequence_length, getattr(model_config, "max_position_embeddings", 0))
     lines = [
         "---",
         *([] if Path(base).expanduser().exists() else [f"base_model: {json.dumps(base)}"]),
@@ -382,7 +386,7 @@ def model_card(config: Config, model_config: "PretrainedConfig", step: int) -> s
         "pipeline_tag: text-generation",
         "tags: [long-context, anchorline]",
         "---",
-        f"# A model for {pack.sequence_length:,} tokens",
+        f"# A model for {held:,} tokens",
         "",
         f"Trained by Anchorline's `torchtrain` from `{base}`: {step:,} steps, {tokens:,} tokens, in rows of "
         f"{pack.sequence_length:,} (variant `{pack.variant}`), learning rate {train.learning_rate:g}.",

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from torchtrain.cli import app, main
 from torchtrain.config import load_config
+from torchtrain.run.session import model_card
 from torchtrain.tests.tiny import POSITIONS
 
 
@@ -41,6 +43,14 @@ def test_the_config_that_init_writes_trains(corpus, model_folder, tmp_path, monk
     card = (tmp_path / "runs" / "mine" / "model" / "README.md").read_text()
     assert f"in rows of {2 * POSITIONS}" in card
     assert "AutoModelForCausalLM" in card
+
+
+def test_short_rows_leave_the_models_length_in_its_card():
+    config = load_config("demo", ["pack.sequence_length=512"])
+    card = model_card(config, LlamaConfig(max_position_embeddings=8192), 3)
+    assert "# A model for 8,192 tokens" in card
+    assert "3 steps, 1,536 tokens, in rows of 512" in card
+    assert 'base_model: "HuggingFaceTB/SmolLM2-135M-Instruct"' in card
 
 
 @pytest.mark.parametrize(
