@@ -29,7 +29,7 @@ CEILINGS = {
     "lines of tests' code": 20_120,
     "lines of source": 42_509,
     "lines of tests": 26_351,
-    "words of docs": 29_725,
+    "words of docs": 29_762,
     "source files in a folder": 12,
     "settings without description": 0,
 }
