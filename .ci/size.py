@@ -25,11 +25,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 28_479,
+    "lines of code": 28_482,
     "lines of tests' code": 20_120,
-    "lines of source": 42_509,
+    "lines of source": 42_516,
     "lines of tests": 26_351,
-    "words of docs": 29_762,
+    "words of docs": 29_772,
     "source files in a folder": 12,
     "settings without description": 0,
 }

@@ -40,7 +40,7 @@ def init(
 
         from torchtrain.modeling.source import check_source
 
-        check_source(model)
+        check_source(model, "MODEL")
 
         from transformers.utils import logging
 

@@ -58,7 +58,7 @@ def evaluate(
         if not os.path.lexists(os.path.join(target, "run.json")):
             from torchtrain.modeling.source import check_source
 
-            check_source(target)
+            check_source(target, "RUN_OR_FOLDER")
 
         from transformers.utils import logging
 

@@ -94,15 +94,22 @@ def resolve_source(
     return str(folder)
 
 
-def check_source(source: str) -> None:
+def check_source(source: str, field: str = "model.source") -> None:
     """Refuse what `resolve_source` refuses, as far as that needs neither weights from a hub nor torch's imports.
+
+    Args:
+        source: as the user gave it.
+        field: opens messages.
 
     Raises:
         UserError: see `resolve_source`.
     """
     here = os.path.exists(os.path.expanduser(source))
     if source != SMOLLM2 and (here or not hub.is_id(source) or hub.find_cached(source, hub.CONFIGS) is None):
-        resolve_source(source, "", needs="weights" if here else "tokenizer")
+        try:
+            resolve_source(source, "", needs="weights" if here else "tokenizer")
+        except UserError as error:
+            raise UserError(str(error).replace("model.source", field, 1)) from None
 
 
 def check_no_adapter(source: str, folder: str | Path) -> None:

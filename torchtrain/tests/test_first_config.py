@@ -113,8 +113,8 @@ def test_version(module):
     [
         (["train", "{config}"], "already holds a run"),
         (["train", "{config}", "run.folder=other", "model.source=no/such/model"], "no folder with a config.json here"),
-        (["init", "{config}", "/no", "--out", "a.yaml"], "no folder with a config.json here"),
-        (["evaluate", "/no"], "no folder with a config.json here"),
+        (["init", "{config}", "/no", "--out", "a.yaml"], "MODEL '/no': no folder with a config.json here"),
+        (["evaluate", "/no"], "RUN_OR_FOLDER '/no': no folder with a config.json here"),
         (["init", "nothing", "model"], "DATA 'nothing': no such file or folder"),
         (["init", "{config}", "model", "--out", "{config}"], "exists; choose another name"),
     ],
