@@ -27,7 +27,7 @@ SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 CEILINGS = {
     "lines of code": 28_482,
     "lines of tests' code": 20_120,
-    "lines of source": 42_516,
+    "lines of source": 42_518,
     "lines of tests": 26_351,
     "words of docs": 29_772,
     "source files in a folder": 12,

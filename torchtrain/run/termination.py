@@ -19,7 +19,7 @@ from torchtrain.errors import Terminated
 
 
 class Termination:
-    """Takes SIGTERM for as long as its block lasts.
+    """Takes SIGTERM, and Ctrl-C unless the shell has switched it off, for as long as its block lasts.
 
     Outside `defer` the signal raises `Terminated` at once, and only once, because nothing is left to save. Each rank
     that gets the signal could print the message; the first one prints it (`torchtrain.distributed.heartbeat`).
@@ -30,17 +30,19 @@ class Termination:
 
     def __init__(self) -> None:
         self.asked = self.interrupted = False
-        self._noting = self._raised = False
-        self._before: Any = None
+        self._noting = self._raised = self._notes_interrupts = False
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Termination":
         if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no signals
-            self._before = signal.signal(signal.SIGTERM, self._take)
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._take)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._take_interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     @contextmanager
     def defer(self, interrupts: bool = False) -> Iterator[None]:
@@ -49,16 +51,12 @@ class Termination:
         Args:
             interrupts: do so when Ctrl-C comes, too, and set `interrupted`.
         """
-        self._noting, before = True, signal.getsignal(signal.SIGINT)
-        takes = interrupts and self._before is not None and before is signal.default_int_handler
-        if takes:
-            signal.signal(signal.SIGINT, self._take_interrupt)
+        self._noting, self._notes_interrupts = True, interrupts
         try:
             yield
+            self._noting = False  # not after an error: a save may still be written
         finally:
-            self._noting = False
-            if takes:
-                signal.signal(signal.SIGINT, before)
+            self._notes_interrupts = False
 
     @property
     def deferred(self) -> bool:
@@ -74,16 +72,20 @@ class Termination:
         self._noting = False
 
     def _take_interrupt(self, _: int, __: FrameType | None) -> None:
-        if not self._noting:
-            raise KeyboardInterrupt
+        if not (self._noting and self._notes_interrupts):
+            raise KeyboardInterrupt(f"{_own_rank()}interrupted; {self.advice}")
         self.asked = self.interrupted = True
 
     def _take(self, _: int, __: FrameType | None) -> None:
         self.asked = True
         if not self._noting and not self._raised:
             self._raised = True
-            rank, _size, _local = read_ranks()
-            raise Terminated(f"{f'rank {rank}: ' if rank else ''}stopped by SIGTERM; {self.advice}")
+            raise Terminated(f"{_own_rank()}stopped by SIGTERM; {self.advice}")
+
+
+def _own_rank() -> str:
+    rank, _size, _local = read_ranks()
+    return f"rank {rank}: " if rank else ""
 
 
 def answer_interrupts(answer: Callable[[], None], end: Callable[[], object]) -> AbstractContextManager[None]:

@@ -39,12 +39,25 @@ def test_a_signal_in_a_step_saves_after_it(place, straight, name, number, code):
 
 
 @pytest.mark.parametrize(
-    ("phase", "nth", "steps"), [("evaluation", 1, []), ("evaluation", 3, [4, 6]), ("export", 3, [4, 6])]
+    ("phase", "nth", "steps", "number", "code", "told"),
+    [
+        ("evaluation", 1, [], signal.SIGTERM, 143, "stopped by SIGTERM"),
+        ("evaluation", 3, [4, 6], signal.SIGTERM, 143, "stopped by SIGTERM after step 6"),
+        ("export", 3, [4, 6], signal.SIGTERM, 143, "stopped by SIGTERM; to resume from the last checkpoint"),
+        (
+            "evaluation",
+            1,
+            [],
+            signal.SIGINT,
+            130,
+            "torchtrain: interrupted; to resume from the last checkpoint: torcht",
+        ),
+    ],
 )
-def test_sigterm_anywhere_else_ends_at_once(place, straight, phase, nth, steps):
-    name = f"term-{phase}-{nth}"
-    assert place.train(name, at=phase, nth=nth, signal=signal.SIGTERM) == 143
-    assert "stopped by SIGTERM" in place.last_line(name)
+def test_a_signal_anywhere_else_ends_at_once(place, straight, phase, nth, steps, number, code, told):
+    name = f"term-{phase}-{nth}-{code}"
+    assert place.train(name, at=phase, nth=nth, signal=number) == code
+    assert told in place.last_line(name)
     assert Checkpoints(place.folder / name / "checkpoints").steps() == steps
     assert place.resume(name) == 0
     assert_same(place.folder / name, straight)
