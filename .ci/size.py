@@ -25,9 +25,9 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 28_482,
+    "lines of code": 28_484,
     "lines of tests' code": 20_120,
-    "lines of source": 42_518,
+    "lines of source": 42_520,
     "lines of tests": 26_351,
     "words of docs": 29_772,
     "source files in a folder": 12,

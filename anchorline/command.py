@@ -141,7 +141,9 @@ def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: 
         describe = getattr(error, "format_message", None)
         if describe is None:
             _bug(name)
-        _leave(name, describe(), MISTAKE)  # empty after printed help
+        context, message = getattr(error, "ctx", None), describe().rstrip(".")
+        verb = f" {context.command.name}" if context is not None and context.parent is not None else ""
+        _leave(name, message and f"{message}; see `{name}{verb} --help`", MISTAKE)  # empty after printed help
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -86,7 +86,7 @@ def test_what_is_left_out_is_said_and_recorded(call, tree, corpus, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train"], "Missing argument 'FILE'."),
+        (["train"], "Missing argument 'FILE'; see `torchtrain train --help`"),
         (["confg", "x"], "No such command 'confg'. Did you mean 'config'?"),
         (["train", "x", "--bogus"], "No such option: --bogus"),
         (["train", "none.yaml"], "config none.yaml: no such file"),
