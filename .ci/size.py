@@ -29,7 +29,7 @@ CEILINGS = {
     "lines of tests' code": 20_120,
     "lines of source": 42_520,
     "lines of tests": 26_351,
-    "words of docs": 29_772,
+    "words of docs": 29_776,
     "source files in a folder": 12,
     "settings without description": 0,
 }
