@@ -25,11 +25,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 28_484,
+    "lines of code": 28_485,
     "lines of tests' code": 20_120,
-    "lines of source": 42_520,
+    "lines of source": 42_524,
     "lines of tests": 26_351,
-    "words of docs": 29_776,
+    "words of docs": 29_841,
     "source files in a folder": 12,
     "settings without description": 0,
 }

@@ -4,13 +4,13 @@
                     and (document[k] == document[q] or document[k] == 0)
                     and (window is None or q - k < window or (keep_anchor and document[k] == 0))
 
-q and k are indices in storage order; document 0 is the anchor, a prefix of the row; -1 is padding, which neither sees
-nor is seen. There is no other mask: a variant is a choice of `document_ids` and `position_ids`.
+q and k are indices in storage order. Document 0 is the anchor, a prefix of the row. -1 is padding: it sees nothing and
+nothing sees it. There is no other mask: a variant is a choice of `document_ids` and `position_ids`, which
+`jaxref.layout` makes.
 
-The window is a layer's (Mistral, Gemma, gpt-oss). For it q and k are places: a token's place is its index among the
-anchor and its own document, as if each document stood alone behind the anchor. Places order what a token sees as
-storage does, so that one rule serves both. `keep_anchor`: the anchor stays visible beyond the window.
-`jaxref.layout` makes that choice; it and the count may be skipped at first.
+Some layers have a window (Mistral, Gemma, gpt-oss). There q and k are places: a token's place is its index among the
+anchor and its own document. Places and indices put a token's keys in the same order, so one rule serves layers with
+and without a window. `keep_anchor` keeps the anchor visible beyond the window.
 
 Legend: B batch · T tokens of a row · Q queries and J keys of a slice.
 """

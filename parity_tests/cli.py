@@ -1,4 +1,4 @@
-"""The judge's command line. Exit code 0: all is the same; 1: something is not; others: `anchorline.command`."""
+"""The judge's command line. Exit code 0: all passes; 1: something differs; others: `anchorline.command`."""
 
 import shlex
 import sys
@@ -12,7 +12,8 @@ import typer
 from anchorline.command import INTERRUPTED, MISTAKE, Leave, make_app
 
 app = make_app(
-    "parity", "Judge a computation against the oracle: is it the same, and if not, where does it part and by how much?"
+    "parity",
+    "Compare a computation with the oracle. Say whether it is the same, where it first differs, and by how much.",
 )
 
 OUT = Path("runs/parity")  # of a configuration, unless told otherwise
@@ -65,13 +66,13 @@ def run(
 ) -> None:
     """Compare a transformers model on our attention with the oracle in float64, array by array.
 
-    A family that the oracle has no decoder of is compared with transformers' own eager attention in float64.
+    The oracle has no decoder for some families. Those are compared with transformers' eager attention in float64.
 
-    With a configuration: every case of it, and a report. Interrupted, the same command goes on where it stopped.
-    Without: one model, and a table of the worst tap of each layer.
+    With a configuration, it runs every case and writes a report. After an interruption the same command continues.
+    Without one, it compares one model and prints the worst tap of each layer.
 
-    The allowance of each array is twice what the oracle errs under the same roundings, plus one rounding; error over
-    allowance passes up to 1.
+    The allowance of an array is twice the oracle's error under the same roundings, plus one rounding. An array passes
+    if its error is at most its allowance.
 
     \b
     Examples:

@@ -8,7 +8,8 @@
     def test_my_attention(case):
         case.raise_if_different()
 
-One test for each layout, dtype and pair of heads; what the function declares it lacks is skipped, and says so.
+There is one test for each layout, dtype and pair of heads. A case that the function cannot run is skipped, with a
+reason.
 """
 
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def attention_cases(
 ) -> list[Any]:
     """Cases for `pytest.mark.parametrize`, with ids. `options` are `layouts`, `dtypes`, `heads`, `head_dim` and `seed`.
 
-    Raises ValueError, one line, as `check_attention` does: a signature that leaves something open, an unknown option.
+    Raises ValueError, one line, as `check_attention` does, for an ambiguous signature or an unknown option.
     """
     how = resolve(fn, merge(declare(like=like), adapter))
     bound = {"backward": backward, "like": like, "device": device, "adapter": adapter}

@@ -1,6 +1,6 @@
-"""The candidate's side of a case: the trainer's own code path, from documents to twenty steps, on one rank or several.
+"""The candidate's side of a case: the trainer's own code, from documents to twenty steps, on one rank or several.
 
-Everything is built again in each call, from the packer to the optimizer: what is patched takes effect.
+Each call builds everything again, from the packer to the optimizer. So a patch of any part takes effect.
 
 Legend: B batch · T tokens of a row.
 """
@@ -69,7 +69,7 @@ def is_capped(model: str) -> bool:
 def why_not_here(spec: CaseSpec) -> str | None:
     """Why this machine cannot run the case, in words; None where it can."""
     trains = set(spec.stages) != {"forward"}
-    leave_newer()  # of the case before: a process has one generation of FlashAttention at a time
+    leave_newer()  # a process uses one version of FlashAttention at a time; forget that of the previous case
     try:
         resolve_engine(spec.engine, device(), getattr(torch, spec.dtype), training=trains, capped=is_capped(spec.model))
     except UserError as error:

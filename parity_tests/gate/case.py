@@ -1,6 +1,6 @@
 """A case, resolved once: the rows of tokens, the model's config and weights, the settings of its steps.
 
-Both sides are given the same. Nothing of the mask, the positions or RoPE's frequencies is here: each side makes them.
+Both sides get the same case. It has no mask, no positions and no RoPE frequencies: each side computes its own.
 
 Legend: T tokens of a row.
 """
@@ -112,7 +112,7 @@ class RowTokens:
     padding: int
     seed: int | np.random.SeedSequence  # of the merge order
     domains: tuple[int, ...]  # of each document
-    holes: tuple[int, ...] = ()  # where a token of padding goes in front of the token that stands there without
+    holes: tuple[int, ...] = ()  # indices of the tokens that get a token of padding in front of them
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -194,7 +194,7 @@ _BACKWARD = (
 
 
 def _backward_order(name: str) -> tuple[int, int, int]:
-    layer, tap = _place(name)
+    layer, tap = _layer_and_tap(name)
     if layer is None:
         return (2 if tap.startswith("embed") else 0), 0, not tap.startswith("lm_head")
     return 1, -layer, next((i for i, start in enumerate(_BACKWARD) if tap.startswith(start)), len(_BACKWARD))
@@ -234,7 +234,7 @@ def _measure(
     rotated: int = 0,
 ) -> Measure:
     group = group_of(name)
-    layer, tap = _place(name)
+    layer, tap = _layer_and_tap(name)
     rest = {"name": name, "group": group, "layer": layer, "tap": tap, "shape": list(truth.shape)}
     if reference is None:
         differs = candidate != truth
@@ -284,7 +284,7 @@ def _shorten(value: float) -> float:
     return float(f"{value:.4g}")  # a profile is drawn, not judged
 
 
-def _place(name: str) -> tuple[int | None, str]:
+def _layer_and_tap(name: str) -> tuple[int | None, str]:
     """The layer of an array and its tap: `gradients.model.layers.0.mlp.up_proj.weight` -> 0, `mlp.up_proj.weight`."""
     for prefix in ("run.exported.", "run.masters.", "run.", "inputs.", "gradients.", "step.", "trajectory.", "loss."):
         name = name.removeprefix(prefix)

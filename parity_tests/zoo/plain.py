@@ -1,6 +1,6 @@
-"""Attention and AdamW written out plainly and correctly: the ground for bugs inside a fused kernel.
+"""Correct attention and AdamW in plain PyTorch. A bug inside a fused kernel is written as a change of these.
 
-`test_zoo.py` holds that both pass the gate, so that what is caught is the bug and not the ground.
+`test_zoo.py` checks that both pass the gate without a bug.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · G query heads per key/value head · D head_dim.
 """
@@ -29,9 +29,10 @@ def attend(
     layer: LayerOptions,
     probabilities: Callable[[Tensor, Tensor], Tensor] = softmax,
 ) -> tuple[Tensor, None]:
-    """An engine: dense attention in float32 (float64 for float64), rounded once at its end, as the layer has it.
+    """An engine: dense attention in float32 (float64 for float64). It rounds its output once, to the dtype of q.
 
-    `probabilities` maps logits [B, K, G, T, T] and the mask, which broadcasts to them, to what multiplies the values.
+    `probabilities` takes logits [B, K, G, T, T] and a mask that broadcasts to them. It returns what multiplies the
+    values.
     """
     B, T, H, D = q_BTHD.shape
     K = k_BTKD.shape[2]

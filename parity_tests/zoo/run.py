@@ -1,6 +1,6 @@
-"""Ask a gate which bugs it catches: first the correct code on every case, then each bug on the likeliest cases first.
+"""Try every known bug on a gate. The correct code runs first, on all cases. Then each bug runs on its likeliest cases.
 
-The oracle's side of a case is computed once; a bug costs only the candidate's, on cases until one catches it.
+The oracle's side of a case is computed once. A bug runs only the candidate's side, until one case catches it.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Kill:
     cases_tried: int
     reversible: bool  # the candidate without the bug is bitwise what it was before
     seconds: float
-    broken: str | None = None  # what the patch itself raised: it fits the candidate no more, and nothing was asked
+    broken: str | None = None  # the error of a patch that no longer fits the candidate; no case ran
 
     @property
     def caught(self) -> bool:

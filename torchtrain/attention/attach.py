@@ -1,4 +1,4 @@
-"""Entry for your own training loop: sets `anchor` on a model, checks every layer, and logs the engine that runs.
+"""The entry for your own training loop: `attach` sets the `anchor` attention on a model and checks every layer.
 
 model = torchtrain.attach(model)
 model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache=False)
@@ -27,16 +27,16 @@ DOCUMENTS = "documents"  # of `attach`'s engines
 
 
 def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _Model:
-    """Make a causal language model of transformers train under the mask rule, or refuse and leave it as it was.
+    """Make a causal language model of transformers train under the mask rule. A refusal leaves the model unchanged.
 
     It sets the implementation and reads it back, checks on 11 tokens that documents are separate (`check_separation`),
-    and logs the engine in one line. From then on the model also refuses what `anchor` alone cannot see: `document_ids`
-    while another implementation is set, labels that are already shifted, and labels that transformers would shift over
-    the ends of documents. It accepts an attention mask that is all ones. Without `document_ids`, a document begins
+    and logs the engine in one line. The model then also refuses mistakes that attention cannot see: `document_ids` if
+    another implementation is set, labels that are already shifted, and labels that transformers would shift over the
+    ends of documents. It accepts an attention mask that is all ones. Without `document_ids`, a document begins
     wherever `position_ids` restart at 0, and there is no anchor.
 
     `torch.compile(model, fullgraph=True)` makes one graph, and a small one for the check of labels. Attention is one
-    operation in it. Any engine computes that operation, which attends once more in the backward pass.
+    operation of the graph, with any engine. The backward pass computes attention again.
 
     Args:
         model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or

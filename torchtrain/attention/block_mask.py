@@ -1,7 +1,8 @@
-"""FlexAttention's BlockMask, built from the document boundaries, never by evaluating T x T.
+"""FlexAttention's BlockMask, built from the boundaries of the documents. The T x T mask is never computed.
 
-`create_block_mask` evaluates the rule on every pair (32 s and 10 GiB at T = 32K). Here the documents at the borders of
-a block decide whether its pairs are all hidden, all visible ("full": no mask is evaluated inside) or mixed.
+`create_block_mask` evaluates the rule on every pair (32 s and 10 GiB at T = 32K). Here the first
+and last document of each block decide whether its pairs are all hidden, all visible ("full": the kernel evaluates no
+mask inside) or mixed.
 
 Legend: B batch · T tokens of a row · P the same, rounded up to whole blocks · Q, J blocks of queries, of keys.
 """

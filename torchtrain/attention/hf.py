@@ -99,10 +99,10 @@ def register() -> None:
 def _anchor_attention(module: nn.Module, *given: Any, **options: Any) -> tuple[Tensor, None]:
     """Attend as transformers calls it. torch.compile takes a model that `attach` checked into one graph."""
     in_graph = torch.compiler.is_compiling() and hasattr(module, KEEPS_ANCHOR)
-    return (_attend if in_graph else _attend_apart)(module, *given, **options)
+    return (_compute_attention if in_graph else _compute_outside_graph)(module, *given, **options)
 
 
-def _attend(
+def _compute_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -149,7 +149,7 @@ def _attend(
     return torch.ops.anchorline.attend(query, key, value, s_aux, document_ids, *options), None
 
 
-_attend_apart: Any = torch.compiler.disable(_attend, reason=APART)
+_compute_outside_graph: Any = torch.compiler.disable(_compute_attention, reason=APART)
 
 
 def _attend_with(

@@ -1,4 +1,4 @@
-"""The mask rule, stated once for the trainer. Every engine lowers it; none restates it.
+"""The mask rule. The trainer states it only here; every engine lowers it.
 
 `dense` and `flex` call `visible`. `sdpa` and `flash` do not: `make_plan` lowers the rule to segments for them.
 
@@ -10,9 +10,9 @@ q and k are indices in storage order. Document 0 is the anchor, a prefix of the 
 nothing sees it, so its attention output is 0 and its log-sum-exp is -inf.
 
 Some layers have a window (Mistral, Gemma, gpt-oss). There q and k are places: a token's place is its index among the
-anchor and its own document. So a window hides the same tokens of a document wherever in the row it is stored: those
-that it hides in a row of only the anchor and that document. `keep_anchor` keeps the anchor visible beyond the window;
-the model was not trained with that. Places order the keys of a token as storage does, so one rule serves both.
+anchor and its own document. So a window hides the same tokens of a document wherever the document is in the row.
+`keep_anchor` keeps the anchor visible beyond the window; the model was not trained with that. Places and indices put a
+token's keys in the same order, so one rule serves layers with and without a window.
 
 Legend: B batch · T tokens of a row.
 """

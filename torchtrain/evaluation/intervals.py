@@ -1,4 +1,4 @@
-"""Intervals of 95 per cent: of a mean over samples, documents or seeds, and of a difference paired by sample."""
+"""95 per cent intervals of a mean (over samples, documents or seeds), and of a difference between paired samples."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ Interval = tuple[float, float, float]  # mean, low, high
 def mean_interval(scores: Sequence[float] | np.ndarray) -> Interval:
     """Return a mean with Wilson's interval if all scores lie in 0..1, else with Student's.
 
-    Wilson's is made for scores of 0 and 1. Scores between vary less, so that the interval is then too wide, never too
-    narrow. It has a width even where all scores are equal: eight hits of eight do not prove a model perfect.
+    Wilson's interval is made for scores of 0 and 1. Scores in between vary less, so it is then too wide, never too
+    narrow. It has a width even if all scores are equal: eight hits of eight do not prove that a model is perfect.
     """
     n, mean = len(scores), float(np.mean(scores))
     if not 0 <= min(scores) <= max(scores) <= 1:

@@ -1,11 +1,11 @@
 """Strategies: how weights, gradients and optimizer state are held on the ranks, and how a step updates them.
 
-`Replicated` keeps all of them on every rank. `Zero` is DeepSpeed's engine, which spreads them. Both compute the same
-gradient, of
+`Replicated` keeps all of them on every rank. `Zero` is DeepSpeed's engine, which spreads them. Both compute the
+gradient of the same loss, with float32 sums over all ranks and micro-batches:
 
     sum of the losses of all labelled tokens of the step / their number
 
-over all ranks and micro-batches, in float32 sums. Both take the same AdamW step.
+Both take the same AdamW step.
 
 Legend: B batch · T tokens of a row · t tokens of this rank's part.
 """

@@ -1,4 +1,4 @@
-"""Bugs of whole runs: corpus, rows, epochs, split, resuming, export; RoPE as it is set and extended; padding inside."""
+"""Bugs that a whole run shows, from corpus and split to resume and export; RoPE's settings; padding inside a row."""
 
 from contextlib import contextmanager
 from unittest.mock import patch

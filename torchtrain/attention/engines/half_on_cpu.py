@@ -70,7 +70,7 @@ def _give(part: Tensor, batch: int, backwards: bool) -> Tensor:
 
 
 @torch.library.custom_op(CAUSAL, mutates_args=())
-def _attend(
+def _attend_causally(
     q_BHnD: Tensor, k_BKnD: Tensor, v_BKnD: Tensor, scale: float, sinks_H: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return out in the dtype of q and the log-sum-exp: one operation, so that both can be kept as they are."""
@@ -112,7 +112,7 @@ class _CausalAttention(torch.autograd.Function):
         sinks_H: Tensor | None,
         window: int | None,
     ) -> Tensor:
-        out_BHnD, lse_BHn = _attend(q_BHnD, k_BKnD, v_BKnD, scale, sinks_H, window)
+        out_BHnD, lse_BHn = _attend_causally(q_BHnD, k_BKnD, v_BKnD, scale, sinks_H, window)
         ctx.save_for_backward(q_BHnD, k_BKnD, v_BKnD, out_BHnD, lse_BHn, *([] if sinks_H is None else [sinks_H]))
         ctx.scale, ctx.window = scale, window  # type: ignore[attr-defined]
         return out_BHnD
