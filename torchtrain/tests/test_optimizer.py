@@ -138,3 +138,15 @@ def test_cosine_is_half_way_down_in_the_middle():
     assert down[0] == 8
     assert down[2] == pytest.approx(8 * (0.25 + 0.75 / 2), rel=1e-15)
     assert down[1] + down[3] == pytest.approx(2 * down[2], rel=1e-15)  # symmetric about the middle
+
+
+@pytest.mark.parametrize("shape", [(97,), (3, 5), (8192, 576)])
+def test_norm_of_many_numbers(shape):
+    """torch's own float32 norm of the last on a CPU is 1e-4 too small."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(shape))
+    optimizer = Optimizer(model, SETTINGS)
+    model.weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    truth = model.weight.grad.double().square().sum().sqrt().item()
+    # Two roundings, and those of a row, which are as often up as down.
+    assert abs(optimizer.norm().item() - truth) <= 3 * 2**-24 * truth

@@ -38,8 +38,13 @@ class Optimizer:
         self.adamw = adamw(self.masters, train)
 
     def norm(self) -> Tensor:
-        """Return the global norm of the gradient on its device, without waiting for it."""
-        self._norm = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        """Return the global norm of the gradient on its device, without waiting for it.
+
+        Each row of a weight is summed by itself, then all rows together. torch's float32 norm of a whole weight is too
+        small on a CPU: by 1.6 per cent for an embedding of 32,000 x 4,096.
+        """
+        rows = [torch.linalg.vector_norm(m.grad, dim=-1).flatten() for m in self.masters if m.grad is not None]
+        self._norm = torch.cat(rows).square().sum().sqrt()
         return self._norm
 
     def step(self, learning_rate: float, known: float | None = None) -> float:
