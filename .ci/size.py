@@ -25,11 +25,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 28_485,
-    "lines of tests' code": 20_120,
-    "lines of source": 42_524,
-    "lines of tests": 26_351,
-    "words of docs": 29_841,
+    "lines of code": 28_575,
+    "lines of tests' code": 20_145,
+    "lines of source": 42_653,
+    "lines of tests": 26_368,
+    "words of docs": 29_925,
     "source files in a folder": 12,
     "settings without description": 0,
 }

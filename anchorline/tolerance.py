@@ -143,16 +143,31 @@ def judge(
     return Verdict(error, allowance, tuple(int(i) for i in np.unravel_index(worst, truth.shape)), part)
 
 
-def likely_error_of_mean(truth: ArrayLike, reference: ArrayLike, count: int) -> float:
-    """Return what the mean of `count` values may well err, from the errors of the reference's values.
+def likely_error_of_mean(truth_n: ArrayLike, reference_n: ArrayLike, count: int) -> float:
+    """Return what a mean of `count` values may well err, from the errors of n such values of the reference.
 
     The error of a mean is a single number. By luck it is a tenth of what another order of summation gives, and twice
     such an error allows nothing. The errors of many values have no such luck: if they are independent, the standard
-    deviation of their mean is the root of the sum of their squares over the count. Two of it are returned, so that
-    the rule allows four, as it does in `_judge_parts`. A bias that all values share is not in it, and shows.
+    deviation of the mean is their root mean square over the root of `count`. Two of it are returned, so that the rule
+    allows four, as it does in `_judge_parts`. A bias that all values share is not in it, and shows. n may be more than
+    `count`: the error of a mean of few values is estimated from more values of the same kind.
     """
-    errors = _difference(np.asarray(reference, np.float64), np.asarray(truth, np.float64))
-    return 2 * float(np.sqrt(_sum_of_squares(errors))) / count
+    errors_n = _difference(np.asarray(reference_n, np.float64), np.asarray(truth_n, np.float64))
+    return 2 * float(np.sqrt(_sum_of_squares(errors_n) / errors_n.size / count))
+
+
+def likely_error_of_norms(truth_SP: ArrayLike, reference_SP: ArrayLike) -> float:
+    """Return what the global norms of S gradients may well err, from the norms of the gradients of P weights.
+
+    A few norms are as lucky as one mean. The error of a global norm is the sum over weights of (norm of the weight) x
+    (its error) / (global norm). If the weights' errors are independent, its variance is the sum of the squares. Two
+    standard deviations are returned, their root mean square over the steps. A step without finite norms is left out.
+    """
+    truth_SP, reference_SP = (np.asarray(norms, np.float64) for norms in (truth_SP, reference_SP))
+    finite_S = np.isfinite(truth_SP).all(1)
+    truth_SP, reference_SP = truth_SP[finite_S], reference_SP[finite_S]
+    parts_SP = truth_SP * (reference_SP - truth_SP) / np.linalg.norm(truth_SP, axis=1, keepdims=True)
+    return 2 * float(np.sqrt(_sum_of_squares(parts_SP) / max(1, len(parts_SP))))
 
 
 def _judge_parts(

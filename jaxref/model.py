@@ -246,9 +246,9 @@ class Decoder(nnx.Module):
         name).
 
         The three arguments are integer arrays [B, T]. `query_block`: query rows of attention at a time (None: dense).
-        Taps: `embed`, `layers.{i}.` + `input_norm q k v [q_norm k_norm] q_rope k_rope attn lse attn_out attn_residual
-        post_norm mlp residual`, `final_norm`. By head [B, T, H or K, D]: q to attn; `lse` is [B, H, T]; the rest [B, T,
-        M].
+        Taps: `rope_table` [B, T, 2 C], cos and then sin; `embed`, `layers.{i}.` + `input_norm q k v [q_norm k_norm]
+        q_rope k_rope attn lse attn_out attn_residual post_norm mlp residual`, `final_norm`. By head [B, T, H or K, D]:
+        q to attn; `lse` is [B, H, T]; the rest [B, T, M].
 
         Raises ValueError for shapes that differ, tokens outside the vocabulary (JAX would clamp them silently) and
         parameters that the carrier cannot hold exactly.
@@ -257,7 +257,7 @@ class Decoder(nnx.Module):
         inv_freq, attention_scaling = inverse_frequencies(self.config.rope, int(positions.max()) + 1)
         cos_BTC, sin_BTC = cos_sin(positions, inv_freq, attention_scaling, rounding)
 
-        named = {}
+        named = {"rope_table": jnp.concatenate([cos_BTC, sin_BTC], axis=-1)}
         x_BTM = named["embed"] = self.embed_tokens(ids, rounding)
         for i, layer in enumerate(self.layers):
             x_BTM, layer_taps = _run_layer(layer, x_BTM, cos_BTC, sin_BTC, documents, rounding, query_block)

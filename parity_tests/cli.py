@@ -20,7 +20,7 @@ OUT = Path("runs/parity")  # of a configuration, unless told otherwise
 QUICK = {
     *("model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "schedule", "warmup_steps", "ranks"),
     *("documents", "anchor_tokens", "padding", "beyond_window", "rope_parameters", "rope_before", "seed", "stages"),
-    "infinite_step",
+    *("infinite_step", "rotation", "repeats"),
 }
 
 
@@ -57,6 +57,8 @@ def run(
     warmup_steps: Annotated[int, typer.Option(help="of the trajectory's steps")] = 0,
     infinite_step: Annotated[int, typer.Option(help="of trajectory and run, its gradient infinite; 0: none")] = 0,
     ranks: Annotated[int, typer.Option(help="that share a step")] = 1,
+    rotation: Annotated[str, typer.Option(help="float32: RoPE rotates in it; model: in the model's dtype")] = "model",
+    repeats: Annotated[int, typer.Option(help="how often a step takes the rows")] = 1,
     documents: Annotated[int, typer.Option(help="of a row")] = 5,
     anchor_tokens: Annotated[int, typer.Option(help="that open a row")] = 2,
     padding: Annotated[str, typer.Option(help="end; inside: between and within documents, too")] = "end",
@@ -90,9 +92,9 @@ def run(
             gate = _quick_gate(
                 model, against, against_dtype, engine, variant=variant, rope=rope, dtype=dtype, tokens=tokens,
                 position_offset=position_offset, schedule=schedule, warmup_steps=warmup_steps, ranks=ranks,
-                infinite_step=infinite_step, documents=documents, anchor_tokens=anchor_tokens, padding=padding,
-                beyond_window=beyond_window, rope_parameters=rope_parameters, rope_before=rope_before,
-                seed=seed, stages=stages,
+                infinite_step=infinite_step, rotation=rotation, repeats=repeats, documents=documents,
+                anchor_tokens=anchor_tokens, padding=padding, beyond_window=beyond_window,
+                rope_parameters=rope_parameters, rope_before=rope_before, seed=seed, stages=stages,
             )  # fmt: skip
         else:
             from parity_tests.gate.spec import load_gate

@@ -36,17 +36,17 @@ _HALF = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}
 _EAGER = ("dense", "eager")  # they round like transformers' eager attention, all others like FlashAttention-2
 
 
-def preset_name(engine: str, dtype: torch.dtype | str) -> str:
+def preset_name(engine: str, dtype: torch.dtype | str, rotation: str = "model") -> str:
     """The rounding preset of an engine, of an attention of transformers, or of what rounds like `flash` or `eager`.
 
-    float64 has no roundings of its own to allow and is judged by what float32 errs.
+    float64 has no roundings of its own to allow and is judged by what float32 errs. `rotation` is `model.rotation`.
     """
     eager = engine in _EAGER
     kinds = {"float64": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     kind = kinds[str(dtype).removeprefix("torch.")]
     if eager:
         return kind if kind == "fp32" else f"hf_eager_{kind}"
-    return f"flash_{kind}"
+    return f"paper_{kind}" if rotation == "float32" else f"flash_{kind}"
 
 
 def rates_of(train: TrainConfig) -> np.ndarray:
@@ -106,13 +106,14 @@ def _forward_order(name: str) -> tuple[int, int, int]:
     if name.startswith("layers."):
         _, layer, tap = name.split(".")
         return 1, int(layer), _LAYER_ORDER.index(tap)
-    return {"embed": (0, 0, 0), "final_norm": (2, 0, 0), "logits": (2, 0, 1)}[name]
+    # The table comes last: of wrong positions, q and k after RoPE say more.
+    return {"embed": (0, 0, 0), "final_norm": (2, 0, 0), "logits": (2, 0, 1), "rope_table": (3, 0, 0)}[name]
 
 
 def likely_errors_of_rotation(
     decoder: Decoder, taps: Mapping[str, np.ndarray], position_ids_BT: Any
 ) -> dict[str, float]:
-    """Return what q and k after RoPE may well err, by the names of `oracle_taps`, whose truth `taps` is.
+    """Return what RoPE's table, and q and k after RoPE, may well err, by the names of `oracle_taps`, the truth `taps`.
 
     Implementations make a frequency of one to four float32 operations (power, reciprocal, the type's own) and one more
     makes the angle. All tokens share a frequency's error, so an array has a few such errors, one for each pair that
@@ -120,14 +121,15 @@ def likely_errors_of_rotation(
     independent ones by its 0.4 on the root mean square, so five err about one unit roundoff of the angle.
     """
     positions = np.asarray(position_ids_BT)
-    frequencies_C, _ = inverse_frequencies(decoder.config.rope, int(positions.max()) + 1)
+    frequencies_C, scaling = inverse_frequencies(decoder.config.rope, int(positions.max()) + 1)
     turned_BTC = UNIT_ROUNDOFF["float32"] * positions[..., None] * frequencies_C
     moved_BT1R = np.concatenate([turned_BTC, turned_BTC], axis=-1)[:, :, None]
 
     def error(tap_BTHD: np.ndarray) -> float:
         return float(np.sqrt(np.square(moved_BT1R * tap_BTHD[..., : moved_BT1R.shape[3]]).sum() / tap_BTHD.size))
 
-    return {name: error(taps[name]) for name in taps if name.endswith("_rope")}
+    table = float(np.sqrt(np.square(turned_BTC * scaling).sum() / taps["rope_table"].size))
+    return {"rope_table": table} | {name: error(taps[name]) for name in taps if name.endswith("_rope")}
 
 
 def attention_arrays(

@@ -63,6 +63,11 @@ def _hooks(model: Any, taps: Taps) -> Iterator[None]:
 
             stack.callback(module.register_forward_pre_hook(read).remove)
 
+        def read_table(_module: nn.Module, _inputs: Any, tables: tuple[Tensor, Tensor]) -> None:
+            halves_BTC = [x[..., : x.shape[-1] // 2] for x in tables]  # each is there twice, for both of a pair
+            taps["rope_table"] = _widen(torch.cat(halves_BTC, dim=-1))
+
+        stack.callback(decoder.rotary_emb.register_forward_hook(read_table).remove)
         on_output(decoder.embed_tokens, "embed")
         for i, layer in enumerate(decoder.layers):
             for path, (name, heads) in _MODULES.items():

@@ -115,7 +115,12 @@ def test_taps_have_their_names_and_shapes_and_change_nothing(family):
     layer = {name: (1, TOKENS, heads, 6) for name, heads in by_head.items()} | {"lse": (1, 4, TOKENS)}
     layer |= dict.fromkeys(wide, (1, TOKENS, 12))
     expected = {f"layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
-    expected |= {"embed": (1, TOKENS, 12), "final_norm": (1, TOKENS, 12), "logits": (1, TOKENS, 29)}
+    expected |= {
+        "rope_table": (1, TOKENS, 6),
+        "embed": (1, TOKENS, 12),
+        "final_norm": (1, TOKENS, 12),
+        "logits": (1, TOKENS, 29),
+    }
     assert {name: tap.shape for name, tap in taps.items()} == expected
     assert {tap.dtype for tap in taps.values()} == {jnp.dtype("float32")}
     np.testing.assert_array_equal(logits, taps["logits"])
@@ -136,6 +141,7 @@ def is_bf16(array) -> bool:
         ("mlp", {"mlp"}),
         ("residual", {"attn_residual", "residual"}),
         ("logits", {"logits"}),
+        ("table", {"rope_table"}),
     ],
 )
 def test_a_site_rounds_its_own_taps_and_no_others(site, rounded):

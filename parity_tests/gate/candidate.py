@@ -43,6 +43,7 @@ from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.distributed.world import World
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import extend, rotated_dimensions
+from torchtrain.modeling.rotation import rotate_in_float32
 from torchtrain.modeling.source import open_config
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.step import StepResult, accumulate, step_batches, take_step
@@ -236,6 +237,8 @@ def _make(spec: CaseSpec, folder: str | None) -> Any:
         with TemporaryDirectory() as written:
             model.save_pretrained(written)
             return _load(written, spec)
+    if spec.rotation == "float32":
+        rotate_in_float32(model)
     return model.to(device()).train()
 
 
@@ -287,7 +290,11 @@ def _load(folder: str, spec: CaseSpec) -> Any:
     config = open_config(folder)
     config = config if spec.model == "loaded" else _extend(config, spec)  # which was extended before it was written
     # The schema of the trainer knows no float16; its loader takes any dtype of torch by name.
-    recomputes: Any = {"dtype": spec.dtype, "activation_checkpointing": spec.model == "loaded"}
+    recomputes: Any = {
+        "dtype": spec.dtype,
+        "rotation": spec.rotation,
+        "activation_checkpointing": spec.model == "loaded",
+    }
     settings = ModelConfig.model_construct(source=folder, **recomputes)
     return load_for_training(folder, config, settings, spec.engine, device())
 

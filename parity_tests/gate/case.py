@@ -150,15 +150,17 @@ def resolve(spec: CaseSpec) -> GateCase:
     if spec.is_run and spec.model in ADDED:
         raise UserError(f"stages run: what {spec.model} adds to a model is not exported")
     rows = draw_rows(spec, oracle_folder)
-    # Every rank takes its rows as often as there are ranks. That is the same sum over the same count, each divided by a
-    # power of two where the ranks are one; and a rank has more than one micro-batch.
+    # Every rank takes its rows as often as there are ranks, times `repeats`. That is the same sum over the same count,
+    # each divided by a power of two where the ranks are one; and a rank has more than one micro-batch.
     changes = {"schedule": spec.schedule, "warmup_steps": spec.warmup_steps}
-    step = TRAIN.model_copy(update=changes | {"sequences_per_step": len(rows) * spec.ranks})
+    step = TRAIN.model_copy(update=changes | {"sequences_per_step": len(rows) * spec.ranks * spec.repeats})
     # torch's decay rounds each weight once more than the oracle's: judged in one step, left out of twenty: it adds up.
     trajectory = step.model_copy(update={"weight_decay": 0.0})
     bad = int(bool(spec.infinite_step))
     rows_of_run = {"steps": RUN_STEPS, "sequences_per_step": RUN_ROWS, "micro_batch": RUN_ROWS}
-    run = trajectory.model_copy(update=rows_of_run | {"skip_bad_steps": bad, "clip_norm": None})
+    # Betas under which the second moment falls within a few steps.
+    changes = {"skip_bad_steps": bad, "clip_norm": None, "betas": (0.8, 0.5)}
+    run = trajectory.model_copy(update=rows_of_run | changes)
     return GateCase(spec, rows, folder, oracle_folder, _read_config(spec, oracle_folder), step, trajectory, run)
 
 

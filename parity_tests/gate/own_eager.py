@@ -33,7 +33,7 @@ from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.source import open_config
 
 STAGES = ("forward", "gradients")
-_LEFT_ALONE = ("rope", "rope_parameters", "rope_before", "schedule", "warmup_steps", "ranks")
+_LEFT_ALONE = ("rope", "rope_parameters", "rope_before", "schedule", "warmup_steps", "ranks", "repeats", "rotation")
 
 
 def family_without_decoder(spec: CaseSpec) -> str | None:

@@ -31,6 +31,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
 RopeParameters = Literal["usual", "all"]
 RopeBefore = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+Rotation = Literal["model", "float32"]
 Padding = Literal["end", "inside"]
 BeyondWindow = Literal["nothing", "anchor"]
 
@@ -68,12 +69,14 @@ class CaseSpec(_Strict):
     rope_before: RopeBefore = Field(default="default", description="by which the model was extended once before")
     engine: Engine = Field(default="sdpa", description="the attention engine that is judged")
     dtype: Dtype = Field(default="float32", description="of weights and activations")
+    rotation: Rotation = Field(default="model", description="float32: RoPE rotates q and k in it (model.rotation)")
     tokens: Tokens = Field(default=53, description="of a row; a multiple of no block by default")
     position_offset: Offset = Field(default=0, description="added to every position")
     schedule: Schedule = Field(default="constant", description="of the learning rate in step and trajectory")
     warmup_steps: int = Field(default=0, ge=0, le=STEPS, description=f"of the {STEPS} steps of a trajectory")
     infinite_step: int = Field(default=0, ge=0, le=STEPS, description="whose gradient is infinite, from 1; 0: none")
     ranks: int = Field(default=1, ge=1, le=8, description="that share a step, each with rows of its own")
+    repeats: int = Field(default=1, ge=1, le=1024, description="how often a step takes the rows; a power of two")
     documents: Documents = Field(default=5, description="of a row; the second has one less, and padding")
     anchor_tokens: AnchorTokens = Field(default=2, description="that open a row")
     padding: Padding = Field(default="end", description="inside: between and within documents of each row, too")
@@ -93,6 +96,12 @@ class CaseSpec(_Strict):
             raise UserError(f"documents {self.documents}: give 4 tokens for each; the row has {self.tokens}")
         if "run" in self.stages and (self.ranks > 1 or not self.anchor_tokens or self.rope in ("default", "dynamic")):
             raise UserError("stages run: takes one rank, an anchor, and a rope that stretches or is kept")
+        if self.repeats & (self.repeats - 1) or (self.repeats > 1 and self.is_run):
+            raise UserError(f"repeats {self.repeats}: give a power of two, and no stage run")
+        if self.rotation == "float32" and (self.dtype == "float32" or self.engine == "dense" or self.is_run):
+            raise UserError(
+                "rotation float32: takes bfloat16 or float16, an engine that is not dense, and no stage run"
+            )
         if self.infinite_step > (STEPS if "trajectory" in self.stages else RUN_STEPS if self.is_run else 0):
             raise UserError(
                 f"infinite_step {self.infinite_step}: the stages {', '.join(self.stages)} have no such step"
@@ -114,6 +123,7 @@ class CaseSpec(_Strict):
         parts += [f"o{self.position_offset}"] * bool(self.position_offset)
         parts += [self.schedule] * (self.schedule != "constant") + [f"w{self.warmup_steps}"] * bool(self.warmup_steps)
         parts += [f"infinite{self.infinite_step}"] * bool(self.infinite_step)
+        parts += ["rotation32"] * (self.rotation == "float32") + [f"x{self.repeats}"] * (self.repeats > 1)
         parts += [f"r{self.ranks}"] * (self.ranks > 1) + [f"d{self.documents}"] * (self.documents != 5)
         parts += [f"a{self.anchor_tokens}"] * (self.anchor_tokens != 2) + ["inside"] * (self.padding == "inside")
         parts += ["sees_anchor"] * (self.beyond_window == "anchor") + [*["run"] * self.is_run, f"s{self.seed}"]
@@ -137,8 +147,8 @@ class CaseSpec(_Strict):
         """What to type to run this case alone."""
         names = ("model", "against", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
         given = {name: str(value) for name in names if (value := getattr(self, name)) is not None}
-        rest = ("rope_parameters", "rope_before", "schedule", "warmup_steps", "infinite_step", "ranks", "documents")
-        for name in (*rest, "anchor_tokens", "padding", "beyond_window"):
+        rest = ("rope_parameters", "rope_before", "schedule", "warmup_steps", "infinite_step", "ranks", "repeats")
+        for name in (*rest, "rotation", "documents", "anchor_tokens", "padding", "beyond_window"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 given[name] = str(getattr(self, name))
         options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from anchorline.tolerance import likely_error_of_norms
 from jaxref.layout import lay_out
 from jaxref.loss import IGNORED, batch_nll, mean_and_gradients, token_nll
 from jaxref.model import Decoder
@@ -27,7 +28,13 @@ from parity_tests.oracle import Arrays, adamw_of, likely_errors_of_rotation, ora
 from torchtrain.config import TrainConfig
 
 QUERY_BLOCK = 256  # longer rows are attended by blocks of queries
+_OF_WEIGHTS = ".of_weights"  # norms [steps, weights], for `likely_error_of_norms`
 OTHER_BLOCK = 16  # in which gradients of a real model are summed a second time
+
+
+def preset_of(spec: CaseSpec) -> str:
+    """Return the rounding preset of a case's reference."""
+    return preset_name(spec.engine, spec.dtype, spec.rotation)
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Oracle:
         The AdamW step is not among them: it is judged on the candidate's own gradients.
         """
         exact = self._get(case, "exact")
-        sides = (exact, self._get(case, preset_name(case.spec.engine, case.spec.dtype)))
+        sides = (exact, self._get(case, preset_of(case.spec)))
         truth, reference = (
             {k: v for stage in case.spec.stages for k, v in s.stage(stage, case).items()} for s in sides
         )
@@ -67,6 +74,8 @@ class Oracle:
         likely = dict(exact.likely)
         if case.oracle_folder is not None and "gradients" in case.spec.stages:
             likely |= self._errors_of_orders(case, truth, reference)
+        for name in [name for name in truth if name.endswith(_OF_WEIGHTS)]:
+            likely[name.removesuffix(_OF_WEIGHTS)] = likely_error_of_norms(truth.pop(name), reference.pop(name))
         return OracleArrays(truth, reference, same, likely)
 
     def _errors_of_orders(self, case: GateCase, truth: Arrays, reference: Arrays) -> dict[str, float]:
@@ -76,7 +85,7 @@ class Oracle:
         over all queries for each head, and with it the error of a norm's weight. In float32 one order had a third of
         such an error of three others (SmolLM2, layer 18).
         """
-        key, name = (case.spec.shared, "another order"), preset_name(case.spec.engine, case.spec.dtype)
+        key, name = (case.spec.shared, "another order"), preset_of(case.spec)
         other = self._rounded.setdefault(key, _RoundedOracle(case, name, OTHER_BLOCK)).stage("gradients", case)
         squares = [{n: np.mean(np.square(side[n] - truth[n])) for n in other} for side in (reference, other)]
         return {name: float(np.sqrt((squares[0][name] + squares[1][name]) / 2)) for name in other}
@@ -161,15 +170,17 @@ class _RoundedOracle:
         masters = to_arrays(cast(self._decoder, self._rounding.carrier))
         losses, norms, _, _ = self._train(self._decoder, masters, case, train, [self._rows] * train.steps)
         found = {f"trajectory.{number}": step_losses for number, step_losses in enumerate(losses)}
-        return {"trajectory.rates": self._rates(train), **found, "trajectory.norms": norms}
+        return {"trajectory.rates": self._rates(train), **found} | _norms("trajectory", norms)
 
     def _rates(self, train: TrainConfig) -> np.ndarray:
         return rates_of(train) if self._exact else rates_of(train).astype(np.float32)
 
     def _train(
         self, decoder: Decoder, masters: Any, case: GateCase, train: TrainConfig, rows: Sequence[Sequence[Arrays]]
-    ) -> tuple[list[np.ndarray], np.ndarray, Any, Decoder]:
+    ) -> tuple[list[np.ndarray], list[tuple[float, list[float]]], Any, Decoder]:
         """Take the steps, each on rows of its own; return losses, norms, and the masters and decoder after them.
+
+        A step has the global norm of its gradient and the norm of each weight's.
 
         A step whose gradient is infinite changes neither weights nor moments, and the schedule goes on.
         """
@@ -179,12 +190,14 @@ class _RoundedOracle:
             step_losses, gradients = self._losses_and_gradients(decoder, own)
             losses.append(step_losses)
             if number == case.spec.infinite_step:
-                norms.append(np.inf)
+                norms.append((np.inf, [np.inf] * len(gradients)))
                 continue
             masters, state, norm = step(optimizer, masters, state, gradients)
-            norms.append(float(norm))
+            norms.append(
+                (float(norm), [float(np.linalg.norm(np.ravel(g).astype(np.float64))) for g in gradients.values()])
+            )
             decoder = cast(from_arrays(decoder.config, masters), self._dtype)
-        return losses, np.array(norms), masters, decoder
+        return losses, norms, masters, decoder
 
     def _run(self, case: GateCase) -> Arrays:
         """The arrays of a whole run; those that must be exact are left in `of_run`."""
@@ -197,7 +210,7 @@ class _RoundedOracle:
         steps = [rows[at : at + train.sequences_per_step] for at in range(0, len(rows), train.sequences_per_step)]
         losses, norms, masters, decoder = self._train(begin, masters, case, train, steps)
         found = {f"run.losses.{number}": step_losses for number, step_losses in enumerate(losses)}
-        found |= {"run.rates": self._rates(train), "run.norms": norms}
+        found |= {"run.rates": self._rates(train)} | _norms("run", norms)
         batch = {name: np.concatenate([row[name] for row in held_out]) for name in held_out[0]}
         labelled_BT = batch["shift_labels"] != IGNORED
         new_BT = batch["position_ids"] >= tiny_config(spec).max_position_embeddings
@@ -220,6 +233,11 @@ class _RoundedOracle:
 
     def _lay_out(self, rows: Iterable[RowTokens]) -> list[Arrays]:
         return [_lay_out(row, self._case.spec.variant, self._case.spec.position_offset) for row in rows]
+
+
+def _norms(stage: str, norms: Sequence[tuple[float, list[float]]]) -> Arrays:
+    of_step, of_weights = zip(*norms, strict=True)
+    return {f"{stage}.norms": np.array(of_step), f"{stage}.norms{_OF_WEIGHTS}": np.array(of_weights)}
 
 
 def _lay_out(row: RowTokens, variant: str, offset: int) -> Arrays:

@@ -19,6 +19,7 @@ from parity_tests.oracle import Arrays, first_step
 from parity_tests.report.schema import Measure
 
 _TAPS = {
+    "rope_table": "RoPE's table of cos and sin",
     "embed": "embedding",
     "input_norm": "norm before attention",
     "q": "q before RoPE",

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from anchorline.tolerance import UNIT_ROUNDOFF, judge, likely_error_of_mean
+from anchorline.tolerance import UNIT_ROUNDOFF, judge, likely_error_of_mean, likely_error_of_norms
 from jaxref.mask import visible_BQJ
 from parity_tests.checking.cases import LAYOUTS, CheckCase, judge_array, oracle
 
@@ -180,5 +180,23 @@ def test_the_mean_of_many_values_is_allowed_what_their_errors_say():
         red += not judge(candidate, truth, reference, "float32", likely_error=likely).passed
         biased += judge([candidate[0] + size], truth, reference, "float32", likely_error=likely).passed
     assert alone > 50
+    assert red == 0
+    assert biased == 0
+
+
+def test_norms_of_few_steps_are_allowed_what_the_errors_of_weights_say():
+    """Five steps of thirty weights. The reference's own norms are often lucky, and then allow too little."""
+    random = np.random.default_rng(0)
+    truth_SP = random.exponential(1.0, (5, 30))
+    size = 1e-6
+    alone, red, biased = 0, 0, 0
+    for _ in range(500):
+        candidate_SP, reference_SP = (truth_SP + size * random.standard_normal((5, 30)) for _ in range(2))
+        likely = likely_error_of_norms(truth_SP, reference_SP)
+        candidate, truth, reference = (np.linalg.norm(x, axis=1) for x in (candidate_SP, truth_SP, reference_SP))
+        alone += not judge(candidate, truth, reference, "float32").passed
+        red += not judge(candidate, truth, reference, "float32", likely_error=likely).passed
+        biased += judge(candidate + 8 * size, truth, reference, "float32", likely_error=likely).passed
+    assert alone > 0
     assert red == 0
     assert biased == 0

@@ -13,6 +13,7 @@ from parity_tests.gate.case import SIZES
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import Context, frequencies, in_every_family, positions, rotation, swap, tables
 from torchtrain.modeling.rope import extend, rotated_dimensions
+from torchtrain.modeling.rotation import rotate_in_float32
 
 
 def _interleave_reversed_reverse(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
@@ -450,4 +451,27 @@ partial_at_the_end = Bug(
     stage="forward",
     apply=lambda: rotation(_rotate_last),
     likely=_PARTIAL,
+)
+
+
+rotation_in_half = Bug(
+    what="rotation in the model's dtype where float32 is asked for",
+    where="seen in reviews: a setting without effect; transformers casts cos and sin to the hidden states' dtype",
+    stage="forward",
+    apply=lambda: swap(rotate_in_float32, lambda model: None),
+    likely={"rotation": "float32"},
+)
+
+
+def _table_in_bf16(rotary, position_ids_BT: Tensor, inv_freq_C: Tensor) -> tuple[Tensor, Tensor]:
+    angle = position_ids_BT[..., None].float() * torch.cat((inv_freq_C, inv_freq_C))
+    return angle.cos().bfloat16().float(), angle.sin().bfloat16().float()
+
+
+rope_table_in_bf16 = Bug(
+    what="cos and sin rounded to bfloat16 before they are used in float32",
+    where="seen in reviews: tables that are kept as buffers are cast together with the model",
+    stage="forward",
+    apply=lambda: tables(_table_in_bf16),
+    likely={"rotation": "float32"},
 )

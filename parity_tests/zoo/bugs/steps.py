@@ -10,7 +10,7 @@ from torch import nn
 
 from parity_tests.zoo import Bug, plain
 from parity_tests.zoo.patch import rates, settings, swap
-from torchtrain.training.optimizer import Optimizer, _master
+from torchtrain.training.optimizer import Optimizer, _master, _move_gradient
 from torchtrain.training.strategy import Replicated
 
 adam_betas_default = Bug(
@@ -69,6 +69,40 @@ adam_without_bias_correction = Bug(
     ),
     stage="step",
     apply=lambda: patch.object(torch.optim, "AdamW", _AdamWithoutBiasCorrection),
+)
+
+
+class _AdamKeepsTheLargest(torch.optim.AdamW):
+    def step(self, closure=None):
+        before = {p: state["exp_avg_sq"].clone() for p, state in self.state.items()}
+        super().step()
+        for parameter, square in before.items():
+            moment = self.state[parameter]["exp_avg_sq"]
+            moment.copy_(torch.maximum(moment, square))
+
+
+# The denominator never falls, and so a parameter's own rate never rises again.
+adam_keeps_the_largest = Bug(
+    what="AMSGrad where AdamW is meant",
+    where="torch's AdamW and Keras' Adam have an option `amsgrad`, which is off by default",
+    stage="run",
+    apply=lambda: patch.object(torch.optim, "AdamW", _AdamKeepsTheLargest),
+)
+
+
+def _add_in_half(master, parameter):
+    gradient = parameter.grad.float()
+    total = gradient if master.grad is None else (master.grad + gradient).to(parameter.dtype).float()
+    master.grad, parameter.grad = total, None
+
+
+# A sum of many micro-batches stops growing where each is below half a unit of its last place.
+gradient_sums_in_half = Bug(
+    what="gradients of micro-batches summed in the model's dtype",
+    where="DeepSpeed's grad_accum_dtype and Megatron's --accumulate-allreduce-grads-in-fp32 exist to avoid it",
+    stage="gradients",
+    apply=lambda: swap(_move_gradient, _add_in_half),
+    likely={"dtype": "bfloat16", "repeats": "256"},
 )
 
 
