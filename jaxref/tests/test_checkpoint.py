@@ -8,7 +8,7 @@ import pytest
 
 from anchorline.errors import UserError
 from jaxref.optim import adamw, step
-from jaxref.storage.checkpoint import FILES, restore, save
+from jaxref.storage.checkpoint import restore, save
 from jaxref.storage.weights import from_arrays, to_arrays
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_weights import DTYPES, assert_bitwise
@@ -67,11 +67,3 @@ def test_without_a_config_the_checkpoints_own_is_taken(tmp_path):
     restored, _ = restore(tmp_path / "step")
     assert restored.config == decoder.config
     assert_bitwise(to_arrays(restored), to_arrays(decoder))
-
-
-def test_a_checkpoint_that_does_not_list_its_files_is_read(tmp_path):
-    """As earlier versions wrote them."""
-    decoder = tiny("llama", num_hidden_layers=1)
-    save(tmp_path / "step", decoder)
-    (tmp_path / "step" / FILES).unlink()
-    assert_bitwise(to_arrays(restore(tmp_path / "step")[0]), to_arrays(decoder))

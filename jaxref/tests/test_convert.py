@@ -1,17 +1,15 @@
 """Both ways, bit for bit; and what is refused before anything is written."""
 
+import hashlib
 import json
 import os
 import shutil
 import sys
-import time
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from anchorline.errors import UserError
 from jaxref.cli import app
 from jaxref.optim import adamw
 from jaxref.storage import checkpoint as module
@@ -136,32 +134,6 @@ def test_a_hugging_face_folder_that_cannot_be_read_is_one_line(convert, folders,
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def about(**changes):
-    """Change what a checkpoint says of itself, in one that does not list its files, as earlier versions wrote them."""
-
-    def change(folder):
-        (folder / FILES).unlink()
-        file = folder / "about" / "metadata"
-        content = json.loads(file.read_text())
-        for path, value in changes.items():
-            *places, last = path.split("__")
-            inner = content
-            for place in places:
-                inner = inner[place]
-            inner[last] = value
-        file.write_text(json.dumps(content))
-
-    return change
-
-
-def unlisted(content):
-    def change(folder):
-        (folder / FILES).unlink()
-        (folder / "about" / "metadata").write_text(content)
-
-    return change
-
-
 def flip(folder):
     """One bit in the middle of the parameters."""
     (file,) = (folder / "params" / "d").iterdir()
@@ -170,19 +142,18 @@ def flip(folder):
     file.write_bytes(content)
 
 
+def relist(folder):
+    """The digests are right, and the content is of another program."""
+    metadata = folder / "about" / "metadata"
+    metadata.write_text("[]")
+    files = json.loads((folder / FILES).read_text())
+    files["about/metadata"] = {"bytes": 2, "sha256": hashlib.sha256(b"[]").hexdigest()}
+    (folder / FILES).write_text(json.dumps(files))
+
+
 def pipe(folder):
     (folder / "params" / "manifest.ocdbt").unlink()
     os.mkfifo(folder / "params" / "manifest.ocdbt")
-
-
-def endless(folder):
-    (folder / FILES).unlink()
-    file = folder / "params" / "array_metadatas" / "process_0"
-    file.unlink()
-    file.symlink_to("/dev/zero")
-
-
-DAMAGED = "damaged, or not a checkpoint of jaxref ("
 
 
 @pytest.mark.parametrize(
@@ -193,22 +164,13 @@ DAMAGED = "damaged, or not a checkpoint of jaxref ("
         (remove("params/manifest.ocdbt"), "manifest.ocdbt is missing; the checkpoint is damaged, take another"),
         (write("about/metadata", "{"), "about/metadata is cut off or overwritten (1 bytes; "),
         (flip, "its content has changed"),
-        (pipe, "manifest.ocdbt is not a regular file; the checkpoint is damaged"),
-        (endless, "process_0 is not a regular file; the checkpoint is damaged"),
+        (pipe, "manifest.ocdbt is missing; the checkpoint is damaged"),
+        (remove(FILES), "files.json: no such file or directory"),
         (write(FILES, "{"), "files.json is not JSON ("),
         (write(FILES, '{"a": 1}'), "files.json: "),
-        (unlisted("{"), DAMAGED),
-        (unlisted("[]"), DAMAGED),
-        (unlisted("[" * 100_000), DAMAGED),
-        (about(config__hidden_size=-1), "hidden_size: -1 is not a positive whole number"),
-        (about(config__hidden_size="12"), DAMAGED),
-        (about(config__hidden_size=24), "stored as ((29, 12), 'bfloat16'), described as ((29, 24), 'bfloat16')"),
-        (about(config__num_hidden_layers=2), "windows: (None,) is in no config.json"),
-        (about(config__rope=None), DAMAGED),
-        (about(config__model_type="gpt2"), f"{DAMAGED}'gpt2')"),
-        (about(dtypes={}), "stored as ((29, 12), 'bfloat16'), described as ((29, 12), None)"),
+        (relist, "damaged, or not a checkpoint of jaxref"),
     ],
-    ids=range(19),
+    ids=range(10),
 )
 def test_a_checkpoint_that_cannot_be_read_is_one_line(convert, folders, tmp_path, damage, line):
     source = shutil.copytree(folders / "checkpoint", tmp_path / "checkpoint")
@@ -217,23 +179,6 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(convert, folders, tmp_path
     assert (code, printed, err.count("\n")) == (2, "", 1), err
     assert line in err
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_reads_that_end_after_the_first_that_fails_say_nothing(tmp_path, monkeypatch):
-    """TensorStore's threads printed a traceback for each, in about one conversion of three."""
-    said = []
-    monkeypatch.setattr(sys, "unraisablehook", said.append)
-    save(tmp_path / "checkpoint", tiny("llama", num_hidden_layers=4))
-    (tmp_path / "checkpoint" / FILES).unlink()
-    manifest = tmp_path / "checkpoint" / "params" / "manifest.ocdbt"
-    manifest.write_bytes(manifest.read_bytes()[:8])
-    for _ in range(8):
-        with pytest.raises(UserError, match="damaged, or not a checkpoint"):
-            restore(tmp_path / "checkpoint")
-    other = SimpleNamespace(exc_value=RuntimeError("another"))
-    sys.unraisablehook(other)
-    time.sleep(0.2)  # for the last of them
-    assert said == [other]
 
 
 def test_a_target_that_cannot_be_made_is_refused_first(convert, folders, tmp_path, monkeypatch):

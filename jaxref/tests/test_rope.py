@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxref.rope import cos_sin, inverse_frequencies, rotate
-from jaxref.rope_spec import PAPER_ROPE_THETA, RopeSpec, paper_theta
+from jaxref.rope_spec import PAPER_ROPE_THETA, RopeSpec
 from jaxref.rounding import preset
 
 ORIGINAL = 8192
@@ -241,12 +241,6 @@ def test_each_rounding_of_the_tables():
     cos, sin = cos_sin(positions, frequencies, 1.5, exact.replace(table="bf16"))
     np.testing.assert_array_equal(cos[0, 0], bf16(1.5 * np.asarray(jnp.cos(1001 * frequencies))))
     np.testing.assert_array_equal(sin[0, 0], bf16(1.5 * np.asarray(jnp.sin(1001 * frequencies))))
-
-
-def test_the_papers_bases():
-    assert [paper_theta(k * 1024) for k in (32, 64, 128, 256)] == [1e6, 5e6, 1e7, 5e7]
-    with pytest.raises(ValueError, match="theta: the paper has no base for 16384; it has for 32768, 65536"):
-        paper_theta(16384)
 
 
 BASE = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": ORIGINAL}

@@ -7,7 +7,6 @@ from benchmarks.experiment.effects import (
     CONTROL,
     RELATIVITY,
     estimate,
-    log_probability_at,
     read,
     read_relativity,
     recall_at,
@@ -42,14 +41,6 @@ def test_a_contrast_is_taken_within_seeds_that_have_all_its_runs():
     assert effect.high - effect.mean == pytest.approx(stats.t.ppf(0.975, 1) * 0.01)
 
 
-def test_an_outcome_is_a_mean_over_checkpoints():
-    effect = measurement(0.5)
-    assert recall_at()(effect) == pytest.approx(0.5)
-    assert recall_at(1)(effect) == pytest.approx(0.6)
-    assert log_probability_at()(effect) == pytest.approx(-0.6)
-    assert log_probability_at(0)(effect) == pytest.approx(-0.5)
-
-
 @pytest.mark.parametrize(
     ("effect", "control", "reading"),
     [
@@ -70,10 +61,6 @@ def test_an_effect_is_read_by_the_side_of_its_interval():
     assert read(summarise("", [-0.1, -0.11, -0.12]), *words) == "below"
     assert read(summarise("", [-0.1, 0.1, 0.0]), *words) == "neither"
     assert read(None, *words) == read(summarise("", [0.1]), *words) == "not yet run"
-
-
-def test_no_difference_at_all_has_no_interval():
-    assert str(summarise("", [0.0] * 8)) == "0 in all of 8 seeds"
 
 
 def test_seeds_for_power_are_those_of_the_t_test():

@@ -1,7 +1,5 @@
-"""The glossary names what is there, and a name is one thing."""
+"""The glossary names what is there."""
 
-import ast
-import collections
 import importlib
 import re
 from pathlib import Path
@@ -38,24 +36,3 @@ def test_what_it_names_exists(name):
             attributes.insert(0, attribute)
     for attribute in attributes:
         found = getattr(found, attribute)
-
-
-# Public classes of one name in two modules: one concept on two sides that never see each other.
-TWINS = {
-    "ModelConfig": "the section `model` of a configuration, of the study and of the trainer",
-    "Run": "of a study's comparison, and of an experiment",
-    "Documents": "their lengths as a plan counts them, and their tokens in a store",
-}
-
-
-def test_a_public_class_has_its_name_alone():
-    places = collections.defaultdict(list)
-    for package in ("anchorline", "jaxref", "ropestudy", "torchtrain", "parity_tests"):
-        for path in (ROOT / package).rglob("*.py"):
-            if "tests" in path.relative_to(ROOT / package).parts or path.name.startswith(("test_", "conftest")):
-                continue
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    places[node.name].append(str(path.relative_to(ROOT)))
-    twins = {name: where for name, where in places.items() if len(where) > 1}
-    assert twins.keys() <= TWINS.keys(), twins

@@ -196,19 +196,6 @@ def test_every_run_of_the_papers_tables_is_there():
     assert {(c.data.prepared, c.pack.variant) for c in ablated} == {("data/slimpajama-64k", "full")}
 
 
-def test_runs_of_one_model_and_store_differ_in_nothing_but_the_variant():
-    groups: dict[tuple, list[Config]] = {}
-    for config in (config for path, config in CONFIG_OF.items() if "-rope_" not in path.stem):
-        groups.setdefault((config.model.source, config.data.prepared), []).append(config)
-    for configs in groups.values():
-        assert all(config.pack.split == ("random" if config.pack.interleave else "even") for config in configs)
-        same = [
-            config.model_copy(update={"run": None, "pack": config.pack.model_copy(update={"variant": "", "split": ""})})
-            for config in configs
-        ]
-        assert all(other == same[0] for other in same)
-
-
 AUTHORS = {
     "llama2-7b-64k-anchor": "llama2-7b-64k-anchor",
     "llama2-7b-64k-anchor_interleave": "llama2-7b-64k-anchor_interleave",
