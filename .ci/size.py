@@ -25,10 +25,10 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 28_575,
-    "lines of tests' code": 20_145,
-    "lines of source": 42_653,
-    "lines of tests": 26_368,
+    "lines of code": 28_546,
+    "lines of tests' code": 20_000,
+    "lines of source": 42_614,
+    "lines of tests": 26_172,
     "words of docs": 29_925,
     "source files in a folder": 12,
     "settings without description": 0,

@@ -66,14 +66,7 @@ def test_ways_to_end(call, error, code, printed):
     assert call(error) == (code, "under sail ■\n", printed)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("x"),
-        AssertionError(),
-        OSError("odd"),
-    ],
-)
+@pytest.mark.parametrize("error", [ValueError("x"), AssertionError(), OSError("odd")])
 def test_a_bug_of_ours_says_so_and_how_to_report_it(call, error):
     code, _, printed = call(error)
     assert code == 70

@@ -1,12 +1,9 @@
-"""The frame of every report: text is text, colours have names, drawings are images."""
+"""The frame of every report: text is text, drawings are images."""
 
-import re
 from html import unescape
 
-import pytest
-
 from anchorline.page import inline, printable, render
-from anchorline.page.html import breakable, day
+from anchorline.page.html import breakable
 
 HOSTILE = "</style></script><script>alert(1)</script><img src=x>\" onfocus='alert(2)' &amp; \0 \ud800 é"
 
@@ -24,14 +21,6 @@ def test_text_in_a_report_is_no_markup():
     text.encode("utf-8")
 
 
-def test_a_custom_property_that_the_style_sheet_uses_exists_in_both_schemes():
-    text = page()
-    defined = [set(re.findall(r"--([\w-]+):", part)) for part in text.partition("@media screen")[::2]]
-    used = set(re.findall(r"var\(--([\w-]+)\)", text))
-    assert used
-    assert all(used <= names for names in defined)
-
-
 def test_a_drawing_is_an_image_with_a_label():
     image = inline("<svg/>", 'said "so"')
     assert image == '<img src="data:image/svg+xml;base64,PHN2Zy8+" alt="said &#34;so&#34;">'
@@ -40,14 +29,3 @@ def test_a_drawing_is_an_image_with_a_label():
 def test_a_name_breaks_after_its_separators_and_holds_no_markup():
     assert breakable("qwen2-full+tag/<b>.x\0") == "qwen2-<wbr>full+<wbr>tag/<wbr>&lt;b&gt;.<wbr>x\ufffd"
     assert printable("a\tb\n\x7f\ufffe") == "a\tb\n\ufffd\ufffd"
-
-
-@pytest.mark.parametrize(
-    ("created", "shown"),
-    [
-        ("2026-11-20T12:34:56+00:00", "20 November 2026, 12:34 UTC"),
-        ("yesterday", "yesterday"),
-    ],
-)
-def test_a_date_is_shown_in_utc(created, shown):
-    assert day(created) == shown
