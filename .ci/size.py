@@ -29,7 +29,7 @@ CEILINGS = {
     "lines of tests' code": 20_000,
     "lines of source": 42_614,
     "lines of tests": 26_172,
-    "words of docs": 29_934,
+    "words of docs": 29_959,
     "source files in a folder": 12,
     "settings without description": 0,
 }
