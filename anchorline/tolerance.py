@@ -8,10 +8,10 @@ where error is the root mean square of the difference over the array, and one ro
 candidate's dtype times the root mean square of the truth. Integers, masks, plans and positions compare exactly. What
 a model computes is judged by no other tolerance in this repository, and this one is never loosened.
 
-FlashAttention's tests take the largest difference instead, and 3 where a gradient is concerned. Two correct float32
-implementations of one gradient differ by more than 2 in their single worst element in one array of a hundred, by no
-more than 1.5 in the mean square (docs/LOG.md), so the mean square tells a wrong kernel from an unlucky one. What only
-one token in many shows (a leak, a mask off by one) is not left to it: gradients that are exactly zero prove isolation.
+FlashAttention's tests take the largest difference instead, and a factor of 3 for gradients. A correct float32 gradient
+exceeds a factor of 2 in its worst element in one array of a hundred. Its root mean square stays within a factor of 1.5
+(docs/LOG.md), so the mean square tells a wrong kernel from chance. The mean square may miss an error in one token of
+many (a leak, a mask off by one). For these errors, tests check that gradients are exactly zero.
 """
 
 from dataclasses import dataclass

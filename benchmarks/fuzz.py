@@ -3,7 +3,7 @@
     python -m benchmarks.fuzz                        # 3,000 inputs
     python -m benchmarks.fuzz --seed 7 --count 200   # others, and fewer
 
-Hypothesis draws the inputs and makes one that shows a fault as small as it can. The valid files and the kinds of damage
+Hypothesis draws the inputs, and shrinks an input that shows a fault. The valid files and the kinds of damage
 are in `benchmarks.fuzz_inputs`.
 """
 

@@ -4,8 +4,8 @@
     python -m benchmarks.precision_page --keys   # print every key and its text
 
 The page holds markers, `<!--n:key-->0.79 (0.7 to 0.9)<!--/n-->`. `fill_page` writes the text of each key between them.
-Each function below makes the keys of one kind of record. Where a key has one effect, its text is the effect with its
-interval. Where it has several, it is the range of their values.
+Each function below makes the keys of one kind of record. A key with one effect gets the effect with its
+interval. A key with several effects gets the range of their values.
 """
 
 import argparse

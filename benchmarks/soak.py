@@ -1,4 +1,4 @@
-"""Kill tiny runs at random moments, resume them, and compare them with a run that was left alone.
+"""Kill tiny runs at random moments, resume them, and compare them with an uninterrupted run.
 
     python -m benchmarks.soak --kills 1000 --seed 0 --out benchmarks/results   # writes soak.json
 

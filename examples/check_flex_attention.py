@@ -1,4 +1,4 @@
-"""Plain FlexAttention with a document mask of its own before the judge:
+"""Judge plain FlexAttention with its own document mask:
 
 parity check examples/check_flex_attention.py:attend
 """

@@ -1,4 +1,4 @@
-"""A kernel of your own under the gate: replace the import, run pytest."""
+"""Test your own kernel by the gate: replace the import, run pytest."""
 
 import pytest
 

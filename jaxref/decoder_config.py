@@ -5,8 +5,8 @@ Llama 2/3, Mistral, Qwen 1.5/2 (`qwen2`: biases on q, k, v) and Qwen 3 (RMSNorm 
 decoder with three switches and a window for each layer. Absent fields take the defaults that transformers'
 configuration classes give them.
 
-The model reads the fields of `DecoderConfig` and nothing else here. A first reader may skip what fills them in, refuses
-and writes them back.
+The model reads only the fields of `DecoderConfig`. A first reader may skip the code that reads, checks and writes
+these fields.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""From the lengths of documents to the `document_ids` and `position_ids` of a row under each variant, and its drawing.
+"""Make a row's `document_ids` and `position_ids` from its documents' lengths and its variant, and draw its mask.
 
 Nothing in the model imports this: a first reader may skip it.
 

@@ -10,10 +10,10 @@ names, so a parameter's path is its name in a checkpoint.
 A first reader may skip the taps: each part also returns its intermediate arrays by name, so that those of another
 implementation can be compared with them.
 
-Parameters keep the dtype they came in and are cast, exactly, to the carrier where they are used: no preset rounds them,
-so a bfloat16 model is a preset and `jaxref.storage.weights.cast(decoder, "bfloat16")`. A decoder is a JAX pytree:
-`jax.grad` of a function of a decoder returns a decoder of gradients. One layer is compiled once for each window and
-called for every layer from Python, so 80 layers make no larger XLA program than 2: put no `jit` around the decoder.
+Parameters keep their dtype. Where they are used, they are cast exactly to the carrier; no preset rounds them. So a
+bfloat16 model needs a preset and `jaxref.storage.weights.cast(decoder, "bfloat16")`. A decoder is a JAX pytree:
+`jax.grad` of a function of a decoder returns a decoder of gradients. A layer is compiled once for each window, and
+Python calls it for every layer. So 80 layers make no larger XLA program than 2. Do not `jit` the decoder.
 """
 
 from functools import partial

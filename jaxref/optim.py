@@ -8,8 +8,8 @@ optax against torch, checked in torch 2.13 and optax 0.2.8:
 - Clipping: torch (clip_grad_norm_) multiplies by min(1, limit / (norm + 1e-6)); optax.clip_by_global_norm divides by
   the norm alone and leaves gradients at or below the limit untouched, where torch still scales them just below it.
   So the clipping here is not optax's.
-- Which parameters decay: torch decays what its parameter groups say (all, if they say nothing); here a predicate of the
-  name.
+- Weight decay: torch decays what its parameter groups say (by default all). Here a function of the parameter's name
+  decides.
 
 Updates run eagerly: under jit, XLA would contract products and sums into FMAs.
 """

@@ -10,11 +10,11 @@
 | `llama3`   | short waves f, long waves f / factor, a blend between                    | Llama 3.1         |
 | `longrope` | f over a searched factor for each pair                                   | arXiv 2402.13753  |
 
-`inverse_frequencies`, `cos_sin` and `rotate` are the whole of it. A first reader may skip what follows `rotate`, a
-function for each type.
+Read `inverse_frequencies`, `cos_sin` and `rotate`. A first reader may skip the functions after `rotate`, one for each
+type.
 
-Where transformers has the type, its `modeling_rope_utils.py` is what people run: the formulas and names are those, with
-one difference. There `dynamic` depends on the calls before; here it is a function of its arguments.
+Formulas and names are those of transformers' `modeling_rope_utils.py`, for the types that it has, with one difference.
+Its `dynamic` depends on earlier calls; here `dynamic` is a function of its arguments.
 
 Frequencies are computed in 50 decimal digits and rounded once, so they are the float64 numbers nearest to the formulas.
 

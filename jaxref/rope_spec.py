@@ -1,6 +1,6 @@
 """RoPE's type and parameters: read from a `config.json`, checked, written back. `jaxref.rope` computes with them.
 
-A first reader may skip this file: a `RopeSpec` is a `head_dim`, a `theta` and what its type needs besides.
+A first reader may skip this file: a `RopeSpec` holds `head_dim`, `theta` and the parameters of its type.
 """
 
 from collections.abc import Mapping

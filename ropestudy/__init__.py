@@ -2,7 +2,7 @@
 
     jaxref study configs/study/demo.yaml --out runs/study
 
-`spec` has the settings, `schema` the results. `run` goes through the `experiments`. Each asks for `cells`, which are
-computed by `compute` and kept as files, and makes records of them. `report` shows the records. All of it uses JAX, on a
-GPU where JAX has one.
+`spec` has the settings, `schema` the results. `run` runs the `experiments`. Each experiment asks for `cells` and makes
+records of them. `compute` computes a cell, which is kept as a file. `report` shows the records. All of it uses JAX, on
+a GPU if JAX has one.
 """

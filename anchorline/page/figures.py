@@ -1,4 +1,4 @@
-"""One look for all figures: matplotlib's settings, and how a page includes a drawing."""
+"""matplotlib's settings for all figures, and how a page includes a figure."""
 # pyright: reportUnknownMemberType=false
 # matplotlib has incomplete types.
 

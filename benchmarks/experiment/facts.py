@@ -1,8 +1,8 @@
 """Make synthetic documents of facts and questions, and the rows in which recall is measured.
 
-A document is words: filler (`f3`), facts (`v17.5`: key 17 has its value number 5), and questions: a key, and its value
-if a fact has given it, else `<unk>` (`k17 v17.5`, `k20 <unk>`). A key has one value in a document, drawn for that
-document; a quarter of the keys has none. So an answer can only be known from the fact. Generators are seeded.
+A document holds filler words (`f3`), facts (`v17.5`: key 17 has value 5) and questions. A question is a key, followed
+by its value if a fact gave it, else by `<unk>` (`k17 v17.5`, `k20 <unk>`). Each document draws one value for a key; a
+quarter of the keys have none. So only the fact tells the answer. Generators are seeded.
 
 Legend: N rows · T tokens of a row · Q queries of a row.
 """

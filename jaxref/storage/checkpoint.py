@@ -1,4 +1,4 @@
-"""Orbax checkpoints: parameters, and an optimizer's state where there is one, back bit for bit.
+"""Orbax checkpoints: save and restore parameters and any optimizer state, bit for bit.
 
 A checkpoint is a folder of Orbax items: `params` (by Hugging Face name), `optimizer` (optional) and `about` (JSON: the
 decoder's config and every parameter's dtype). `files.json` records the size and digest of every file. A checkpoint

@@ -1,9 +1,8 @@
-"""Parameters by their Hugging Face names: a folder of safetensors, a dict of arrays, a decoder, and the ways between
-them.
+"""Convert parameters, by Hugging Face name, between a folder of safetensors, a dict of arrays and a decoder.
 
 A decoder's attributes carry the names of transformers' modules, so the path of a parameter is its name:
 `layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`; `lm_head.weight` stays as it is.
-Nothing here changes a bit of a parameter, except `cast`, which is asked to.
+Only `cast` changes the bits of a parameter.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The verbs of results: evaluate, compare."""
+"""The commands `evaluate` and `compare`."""
 
 import os
 import sys
