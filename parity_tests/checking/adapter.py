@@ -129,6 +129,7 @@ class Signature:
     positional: tuple[int, int, int]
     keywords: dict[str, str]  # meaning -> parameter
     fourth: str | None  # meaning of a fourth positional argument, where it has no name
+    optional: frozenset[str]  # meanings of parameters whose default is None
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved
         like=adapter.like or "flash",
         lacks=frozenset(lacks),
     )
-    return Resolved(full, Signature(order, keywords, fourth))
+    optional = frozenset(m for p in parameters or () if p.default is None and (m := meanings[p.name]))
+    return Resolved(full, Signature(order, keywords, fourth, optional))
 
 
 def name_of(fn: Callable[..., Any]) -> str:

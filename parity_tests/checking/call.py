@@ -195,6 +195,8 @@ class Candidate:
         given: dict[str, Any] = {"scale": case.scale, "enable_gqa": case.kv_heads < case.heads, "return_lse": True}
         # Whoever gets no mask hides the future itself. flash-attn has both words, torch's varlen_attn the second only.
         given["causal"] = adapter.documents in ("document_ids", "cu_seqlens", "none")
+        if "scale" in self.how.signature.optional and case.layout.name == "anchor":
+            del given["scale"]  # the default is tried, too
         if case.layout.window is not None:
             given["window_size"] = (case.layout.window - 1, 0)
         elif given["causal"] and "causal" not in self.how.signature.keywords:

@@ -153,7 +153,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             Layout("long_anchor", (_row((0, 140), (1, 116), (-1, 131), (2, 7), (3, 129)),)),  # a block of padding alone
             Layout("long_apart", (_row((1, 140), (-1, 135), (2, 60), (1, 30), (3, 128), (2, 30)),)),
             Layout("many_documents", (_row(*((i + 1, 3 if i == 7 else 2) for i in range(261))),)),
-            Layout("one_long", (_row((0, 2), (1, 1040), (2, 11)),)),
+            Layout("one_long", (_row((0, 2), (1, 1140), (2, 11)),)),  # 9 blocks of 128 and a token
             Layout("whole_blocks", (_row((1, 128)), _row((1, 16), (2, 16), (3, 96))), large=True),
             Layout("another_scale", (_INTRA,), scale_factor=0.3, sizes=True),
             Layout("larger_scale", (_INTRA,), scale_factor=1.7),

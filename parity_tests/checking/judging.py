@@ -188,11 +188,12 @@ def _stale(candidate: Candidate, fn: Callable[..., Any], how: Resolved) -> str |
         oracle(other, name)["out"] for name in ("exact", preset_name(how.adapter.like or "flash", case.dtype))
     )
     kept = "is wrong in a second call with other documents of the same shape: something of the first is kept"
-    for candidate, words in (
-        (fresh, f"is wrong where documents have other lengths ({_lengths(other)})"),
-        (reused, kept),
+    # The same tensors are used in two calls, one right after the other.
+    out_reused, out_fresh = (candidate.forward(*other.draw()[:3])["out"] for candidate in (reused, fresh))
+    for out, words in (
+        (out_fresh, f"is wrong where documents have other lengths ({_lengths(other)})"),
+        (out_reused, kept),
     ):
-        out = candidate.forward(*other.draw()[:3])["out"]
         if not judge_array("out", out, truth, rounded, how.adapter.like or "flash", case.dtype).passed:
             return words
     return None

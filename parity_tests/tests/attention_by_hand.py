@@ -81,6 +81,6 @@ def by_mask(q, k, v, attn_mask, scale):
 class Module(torch.nn.Module):
     """The rule as a module, its scale by another name."""
 
-    def forward(self, q, k, v, document_ids, softmax_scale=None):
+    def forward(self, q, k, v, document_ids, softmax_scale):
         """Attend by the rule."""
         return right(q, k, v, document_ids, softmax_scale)

@@ -100,6 +100,7 @@ def _no_padding_beyond(length):
 
 
 LONG = {
+    "block of one": _visible_by(lambda ids: F.pad(ids[:, :-1], (0, 1), value=-1) if ids.shape[1] % 128 == 1 else ids),
     "ids in int8": lambda q, k, v, document_ids, scale: right(q, k, v, document_ids.to(torch.int8).long(), scale),
     "ids modulo 128": _visible_by(lambda ids: torch.where(ids > 127, ids - 127, ids)),
     "window of 1,024": _window(1024),
@@ -166,11 +167,13 @@ HEADS = {
 }
 
 
-def _remember(key):
-    """A function that keeps the mask of its first call, under `key` of the ids."""
+def _remember(key, last=False):
+    """A function that keeps the mask of its first call, or of the last one, under `key` of the ids."""
     kept: dict = {}
 
     def wrong(q: Tensor, k, v, document_ids, scale):
+        if last and key(document_ids) not in kept:
+            kept.clear()
         mask = kept.setdefault(key(document_ids), visible_BTT(document_ids))
         return softmax_attention(q, k, v, mask, scale)
 
@@ -190,11 +193,13 @@ def _other_under_compile(q, k, v, mask, scale):
 
 CALLS = {
     "mask kept by shape": _remember(lambda ids: ids.shape),
+    "last mask kept by its storage": _remember(lambda ids: ids.data_ptr(), last=True),
     "mask kept by the sum": _remember(lambda ids: (ids.shape, int(ids.sum()))),
     "other under inference mode": _under(torch.is_inference_mode_enabled),
     "other without gradients": _under(lambda: not torch.is_grad_enabled()),
     "other with gradients": _under(torch.is_grad_enabled),
     "other under compile": _other_under_compile,
+    "other scale by default": lambda q, k, v, document_ids, scale=None: right(q, k, v, document_ids, scale or 0.24),
 }
 
 
@@ -281,5 +286,5 @@ def test_a_wrong_function_is_refused(kind, name):
 LONG_LAYOUTS = {
     **dict.fromkeys(("ids in int8", "ids modulo 128"), "many_documents"),
     **dict.fromkeys(("anchor of 128 at most", "padding beyond 300"), "long_anchor"),
-    "window of 1,024": "one_long",
+    **dict.fromkeys(("window of 1,024", "block of one"), "one_long"),
 }
