@@ -91,12 +91,14 @@ def page(rows: dict[tuple[str, ...], Report | str], config: str) -> str:
     heads = [f"{column} ({count})" for column, count in zip(columns, counts, strict=True)]
     lines = ["| torch | transformers | " + " | ".join(heads) + " |", "| --- " * (2 + len(columns)) + "|"]
     faults: list[str] = []
+    alike: dict[tuple[str, ...], list[str]] = {}  # versions of transformers, by that of torch and the cells
     for pair, report in rows.items():
         cases = report.cases if isinstance(report, Report) else []
-        own = [_judged(cases, column) for column in columns]
-        lines.append("| " + " | ".join([*pair, *map(_cell, own)]) + " |")
+        cells = [_cell(_judged(cases, column)) for column in columns]
+        alike.setdefault((pair[0], *cells), []).append(pair[1])
         words = [f"`{case.id}`: {why}" for case in cases if (why := _why(case))] if cases else [str(report)]
         faults += [f"- torch {pair[0]}, transformers {pair[1]}: {why}" for why in words]
+    lines += ["| " + " | ".join([torch, ", ".join(own), *cells]) + " |" for (torch, *cells), own in alike.items()]
     hardware = reports[0].environment.hardware if reports else "no machine"
     return HEAD.format(config=config, hardware=hardware) + "\n".join([*lines, "", *faults]).rstrip() + "\n"
 
