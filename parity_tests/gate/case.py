@@ -18,7 +18,7 @@ from transformers import Glm4MoeConfig, GraniteConfig, LlamaConfig, MistralConfi
 
 from anchorline.errors import UserError
 from anchorline.files import read_json
-from jaxref.decoder_config import DecoderConfig
+from jaxref.decoder_config import ARCHITECTURES, DecoderConfig
 from jaxref.loss import IGNORED
 from jaxref.mask import PADDING
 from jaxref.rope_spec import RopeSpec
@@ -125,7 +125,8 @@ class GateCase:
     """What both sides of a case are given.
 
     folder, oracle_folder: of the candidate's and the oracle's weights; None where they are drawn (`tiny_weights`).
-    decoder_config: the oracle's own reading of the model and the RoPE type.
+    unknown_family: the model type, where the oracle has no decoder of it; None where it has one.
+    decoder_config: the oracle's own reading of the model and the RoPE type; never read where it has no decoder.
     step, trajectory, run: settings of the case's single step, of its twenty, and of its whole run.
     """
 
@@ -133,6 +134,7 @@ class GateCase:
     rows: tuple[RowTokens, ...]
     folder: str | None
     oracle_folder: str | None
+    unknown_family: str | None
     decoder_config: DecoderConfig
     step: TrainConfig
     trajectory: TrainConfig
@@ -144,6 +146,10 @@ def resolve(spec: CaseSpec) -> GateCase:
     folder = None if spec.model in TINY else find_folder(spec.model)
     oracle_model = spec.against or spec.model
     oracle_folder = None if oracle_model in TINY else find_folder(oracle_model)
+    family = _unknown_family(oracle_folder) if spec.against is None else None
+    if family is not None:  # transformers' own attention is the oracle there, and nothing is trained
+        rows = draw_rows(spec, folder)
+        return GateCase(spec, rows, folder, folder, family, None, TRAIN, TRAIN, TRAIN)  # type: ignore[arg-type]
     if (spec.is_run or spec.rope_before != "default") and (folder, oracle_folder) != (None, None):
         field = "stages" if spec.is_run else "rope_before"
         raise UserError(f"{field}: {spec.model} is not a tiny model; a whole run, or RoPE before, takes one")
@@ -161,7 +167,13 @@ def resolve(spec: CaseSpec) -> GateCase:
     # Betas under which the second moment falls within a few steps.
     changes = {"skip_bad_steps": bad, "clip_norm": None, "betas": (0.8, 0.5)}
     run = trajectory.model_copy(update=rows_of_run | changes)
-    return GateCase(spec, rows, folder, oracle_folder, _read_config(spec, oracle_folder), step, trajectory, run)
+    return GateCase(spec, rows, folder, oracle_folder, None, _read_config(spec, oracle_folder), step, trajectory, run)
+
+
+def _unknown_family(folder: str | None) -> str | None:
+    """Return the model type of a folder's model, if the oracle has no decoder of it."""
+    family = None if folder is None else read_json(Path(folder) / "config.json", "model").get("model_type")
+    return None if folder is None or family in ARCHITECTURES else str(family)
 
 
 def draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:

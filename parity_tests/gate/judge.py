@@ -16,7 +16,7 @@ from anchorline.tolerance import judge, likely_error_of_mean
 from jaxref.mask import PADDING
 from parity_tests.gate.candidate import candidate_side, why_not_here
 from parity_tests.gate.case import GateCase, resolve
-from parity_tests.gate.own_eager import family_without_decoder, own_eager_sides, reference_name
+from parity_tests.gate.own_eager import own_eager_sides, reference_name
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import Oracle, OracleArrays, preset_of
 from parity_tests.gate.words import describe
@@ -36,13 +36,13 @@ def run_case(spec: CaseSpec, oracle: Oracle) -> CaseReport:
     reason = why_not_here(spec)
     if reason is not None:
         return empty_report(spec).model_copy(update={"skipped": reason})
-    own_eager = family_without_decoder(spec) is not None
+    case = resolve(spec)
+    own_eager = case.unknown_family is not None
     if not own_eager:
-        case = resolve(spec)
         arrays = oracle.side(case)
     try:
         if own_eager:
-            case, candidate, arrays = own_eager_sides(spec)
+            candidate, arrays = own_eager_sides(case)
         else:
             candidate = candidate_side(case)
     except UserError:
@@ -53,7 +53,7 @@ def run_case(spec: CaseSpec, oracle: Oracle) -> CaseReport:
     else:
         report = judge_case(case, candidate, arrays)
     if own_eager:
-        report = report.model_copy(update={"preset": reference_name(spec)})
+        report = report.model_copy(update={"preset": reference_name(case)})
     return report.model_copy(update={"seconds": time.perf_counter() - started})
 
 

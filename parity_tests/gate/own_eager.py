@@ -8,7 +8,6 @@ Legend: B batch · T tokens of a row · M model width.
 """
 
 import copy
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,12 +16,10 @@ import torch
 from torch.nn import functional
 
 from anchorline.errors import UserError
-from anchorline.files import read_json
-from jaxref.decoder_config import ARCHITECTURES
 from jaxref.mask import PADDING
 from parity_tests.families import logits_and_gradients
 from parity_tests.gate.candidate import device, pack
-from parity_tests.gate.case import TINY, TRAIN, GateCase, draw_rows, find_folder
+from parity_tests.gate.case import GateCase
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import OracleArrays
 from parity_tests.oracle import Arrays
@@ -36,29 +33,21 @@ STAGES = ("forward", "gradients")
 _LEFT_ALONE = ("rope", "rope_parameters", "rope_before", "schedule", "warmup_steps", "ranks", "repeats", "rotation")
 
 
-def family_without_decoder(spec: CaseSpec) -> str | None:
-    """Return the model type of a case that is judged here; None where the oracle has a decoder."""
-    if spec.model in TINY or spec.against is not None:
-        return None
-    family = read_json(Path(find_folder(spec.model)) / "config.json", "model").get("model_type")
-    return None if family in ARCHITECTURES else str(family)
-
-
-def reference_name(spec: CaseSpec) -> str:
+def reference_name(case: GateCase) -> str:
     """Say what gives the allowance."""
-    family = family_without_decoder(spec)
-    return f"transformers' own eager attention in {spec.dtype}: the oracle has no decoder of {family}"
+    return f"transformers' own eager attention in {case.spec.dtype}: the oracle has no decoder of {case.unknown_family}"
 
 
-def own_eager_sides(spec: CaseSpec) -> tuple[GateCase, Arrays, OracleArrays]:
-    """Return the case, the candidate's arrays, and truth and reference of them.
+def own_eager_sides(case: GateCase) -> tuple[Arrays, OracleArrays]:
+    """Return the candidate's arrays, and truth and reference of them.
 
     Arrays: the output of every layer and the logits, 0 at padding; the gradients of a random weighting of the logits,
     by module.
 
     Raises UserError: a setting that takes the oracle's decoder, or half precision in a model with experts.
     """
-    family, folder = family_without_decoder(spec), find_folder(spec.model)
+    spec, family, folder = case.spec, case.unknown_family, case.folder
+    assert folder is not None, "a tiny model has a decoder"
     for name in _LEFT_ALONE:
         if getattr(spec, name) != type(spec).model_fields[name].default:
             raise UserError(f"{name}: the oracle has no decoder of {family}; leave {name} out")
@@ -75,8 +64,7 @@ def own_eager_sides(spec: CaseSpec) -> tuple[GateCase, Arrays, OracleArrays]:
         model.set_experts_implementation("eager")  # the grouped kernels have no float64
     for module in model.modules():  # as `attach` does
         setattr(module, KEEPS_ANCHOR, spec.beyond_window == "anchor")
-    rows = draw_rows(spec, folder)
-    batch = {name: x.to(device()) for name, x in collate([pack(row, spec) for row in rows]).items()}
+    batch = {name: x.to(device()) for name, x in collate([pack(row, spec) for row in case.rows]).items()}
     inputs = {name: batch[name] for name in ("input_ids", "position_ids", "document_ids")}
     run = {"backward": "gradients" in spec.stages, "hidden": True}
     ours = model.config._attn_implementation
@@ -87,9 +75,7 @@ def own_eager_sides(spec: CaseSpec) -> tuple[GateCase, Arrays, OracleArrays]:
     documents_BT = batch["document_ids"].cpu().numpy()
     sides = [_named(side, documents_BT, spec) for side in (candidate, truth, reference)]
     exact = {"inputs.document_ids": documents_BT} if "forward" in spec.stages else {}
-    # No words for these arrays read the decoder's config.
-    case = GateCase(spec, rows, folder, folder, None, TRAIN, TRAIN, TRAIN)  # type: ignore[arg-type]
-    return case, sides[0] | exact, OracleArrays(sides[1], sides[2], exact)
+    return sides[0] | exact, OracleArrays(sides[1], sides[2], exact)
 
 
 _softmax = functional.softmax
