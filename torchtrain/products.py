@@ -12,7 +12,7 @@ Legend: n tokens · I, O width of what a layer takes and makes.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -91,14 +91,20 @@ def use_float32_products(model: nn.Module) -> None:
     Weights, names and dtypes stay as they are. The choice is made here, and not in a forward pass that is compiled.
     """
     for module in model.modules():
-        if type(module) is not nn.Linear or "forward" in vars(module):
-            continue
-        if multiplies_in_float32(module.weight.dtype, module.weight.device):
-            module.forward = partial(_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
+        plain = type(module) is nn.Linear and "forward" not in vars(module)
+        if plain and multiplies_in_float32(module.weight.dtype, module.weight.device):
+            module.__class__ = LinearInFloat32  # not a forward of its own, which torch.compile compiles for each layer
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return _Linear.apply(x, module.weight, module.bias)  # type: ignore[return-value]
+class LinearInFloat32(nn.Linear):
+    """A linear layer that multiplies in float32 and rounds once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return input W^T + bias."""
+        return _Linear.apply(input, self.weight, self.bias)  # type: ignore[return-value]
+
+
+LINEAR = (nn.Linear, LinearInFloat32)  # types of a layer that computes F.linear, and nothing else
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtrain.modeling.parts import AS_THEY_ARE, LogitRule
-from torchtrain.products import multiply
+from torchtrain.products import LINEAR, multiply
 from torchtrain.training.labels import Labels
 
 _ROWS = 8192  # rows of the head's gradient that are computed at a time
@@ -85,8 +85,8 @@ def _losses(logits_nV: Tensor, labels_n: Tensor, scale: float, rule: LogitRule) 
 def _writable(made_nV: Tensor, head: nn.Module) -> Tensor:
     """Return a head's output in float32 or wider, in memory that may be overwritten."""
     logits_nV = made_nV.detach().to(_at_least_float32(made_nV))
-    # A head other than nn.Linear may return its input or keep its output.
-    shared = logits_nV.dtype == made_nV.dtype and type(head) is not nn.Linear
+    # Another head may return its input or keep its output.
+    shared = logits_nV.dtype == made_nV.dtype and type(head) not in LINEAR
     return logits_nV.clone() if shared else logits_nV
 
 
@@ -141,7 +141,7 @@ def _add_gradients(
     sums: Sequence[Tensor],
 ) -> Tensor:
     """Return a chunk's losses; write its hidden states' gradient, and add gradients of the head's weights to sums."""
-    linear = type(head) is nn.Linear  # its gradients are computed here, without autograd
+    linear = type(head) in LINEAR  # its gradients are computed here, without autograd
     with torch.set_grad_enabled(not linear):
         hidden_nM = hidden_nM.detach().requires_grad_(d_hidden_nM is not None)
         made_nV = head.forward(hidden_nM)

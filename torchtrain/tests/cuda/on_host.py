@@ -14,10 +14,11 @@ def main() -> None:
     from deepspeed.accelerator import set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    from torchtrain import cli
+    from torchtrain import cli, products
     from torchtrain.tests.flash_on_cpu import FlashOnCPU
 
     torch.cuda.is_available = lambda: False
+    products.chooses_float32 = lambda: False  # multiply as a GPU does, on a CPU with AVX2 alone, too
     os.environ["DS_ACCELERATOR"] = "cpu"
     set_accelerator(CPU_Accelerator())
     with FlashOnCPU():
