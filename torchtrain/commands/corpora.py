@@ -34,7 +34,7 @@ def prepare(
         preparation = load_preparation(file, overrides or [])
 
         # First, so that our message reports a missing torch.
-        from torchtrain.run.statistics import prepare_store  # isort: skip
+        from torchtrain.commands.statistics import prepare_store  # isort: skip
 
         prepare_store(preparation, out, dry_run)
 
@@ -59,6 +59,6 @@ def stats(
     Example: torchtrain stats data/slimpajama-128k --sequence-length 131072
     """
     with report_once():
-        from torchtrain.run.statistics import show, write_statistics
+        from torchtrain.commands.statistics import show, write_statistics
 
         show(write_statistics(folder, out or folder, lengths or (), model))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted, quoted_reason
-from torchtrain.config import Config
+from torchtrain.config import DistributedConfig
 from torchtrain.distributed.heartbeat import heartbeat
 from torchtrain.distributed.signals import exit_on_signal
 from torchtrain.errors import OtherRankFailed, RankLost
@@ -180,11 +180,15 @@ def _read_variable(name: str, default: int | None, least: int, most: int) -> int
 
 
 @contextmanager
-def join(config: Config) -> Iterator[World]:
+def join(distributed: DistributedConfig, for_threads: bool = False) -> Iterator[World]:
     """Connect to the other processes, if there are any, while the block runs.
 
     The backend is NCCL where there is CUDA (one GPU for each process), gloo anywhere else. On CUDA the allocator gets
     `expandable_segments`, which leaves fewer gaps, unless the environment already configures the allocator.
+
+    Args:
+        distributed: how the run is spread.
+        for_threads: whether `World.for_threads` will be called.
 
     Raises:
         UserError: more processes on this machine than GPUs, or the processes cannot connect.
@@ -205,7 +209,7 @@ def join(config: Config) -> Iterator[World]:
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
-    if size == 1 and config.distributed.zero_stage == 0:
+    if size == 1 and distributed.zero_stage == 0:
         yield World(device=device)
         return
     backend, cpu_group, thread_group = "nccl" if cuda else "gloo", None, None
@@ -215,7 +219,7 @@ def join(config: Config) -> Iterator[World]:
             with exit_on_signal(rank, address):
                 dist.init_process_group(backend, timeout=PATIENCE, device_id=device if cuda else None)
                 cpu_group = _make_cpu_group() if cuda else None
-                thread_group = _make_cpu_group() if config.save.asynchronous else None
+                thread_group = _make_cpu_group() if for_threads else None
         except dist.DistError as error:
             reason = quoted_reason(str(error).partition("\n")[0])
             raise UserError(
@@ -228,11 +232,11 @@ def join(config: Config) -> Iterator[World]:
     world = World(
         rank,
         size,
-        config.distributed.sequence_parallel,
+        distributed.sequence_parallel,
         device,
         cpu_group,
         thread_group=thread_group,
-        whole_documents=config.distributed.share == "documents",
+        whole_documents=distributed.share == "documents",
     )
     succeeded = False
     try:

@@ -308,21 +308,27 @@ class RunFolder:
             raise UserError(f"{fault}; move {target} elsewhere, then: torchtrain resume {self.path}")
         return True
 
-    def begin_export(self, target: Path) -> Path:
-        """Return a new folder for the files of an export."""
+    @contextmanager
+    def new_export(self, target: Path) -> Iterator[Path]:
+        """Yield a new folder for the files of an export; list them and give it its name when the block ends.
+
+        Nothing of an export that fails is left.
+        """
         partial = target.with_name(target.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        return partial
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            outputs = self._read_outputs()
+            self._write_outputs(outputs, models=outputs.models | {self._name(target): entries_of(partial)})
+            commit(partial, target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
-    def end_export(self, partial: Path, target: Path) -> None:
-        """List the files of an export, then give the folder its name."""
-        outputs = self._read_outputs()
-        self._write_outputs(outputs, models=outputs.models | {self._name(target): entries_of(partial)})
-        commit(partial, target)
-
-    def finish(self, steps: int) -> None:
-        """Note that the run is finished."""
+    def finish(self, steps: int, plot: bytes) -> None:
+        """Write `loss.png`, and note that the run is finished."""
+        replace_file(self.plot, plot)
         self._write_outputs(self._read_outputs(), finished=steps)
 
     # --- going back to an earlier step --------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from anchorline.errors import UserError
-from anchorline.files import replace_file, resolve
+from anchorline.files import resolve
 from torchtrain.attention import make_plan
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.checkpoint.state import fill_masters, state_of
@@ -35,14 +35,13 @@ from torchtrain.marks import IGNORED, PADDING
 from torchtrain.planning.flops import FlopCounter
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.opening import Opening
-from torchtrain.run.report import Journal, check_writers, make_progress_printer, plot
+from torchtrain.run.report import Journal, check_writers, make_progress_printer
 from torchtrain.run.session import Session
 from torchtrain.run.setup import Setup, set_up
 from torchtrain.run.steps import check_finite, take_steps
 from torchtrain.run.termination import Termination, answer_interrupts
 from torchtrain.run.verify import describe_training
 from torchtrain.training.determinism import deterministic
-from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.strategy import make_strategy
 
@@ -127,7 +126,8 @@ def resume(
 @contextmanager
 def _join(config: Config) -> Iterator[World]:
     """Join the other processes, and compute as `train.deterministic` says, for as long as the block lasts."""
-    with deterministic(config.train.deterministic), join(config) as world:
+    joined = join(config.distributed, for_threads=config.save.asynchronous)
+    with deterministic(config.train.deterministic), joined as world:
         yield world
 
 
@@ -189,17 +189,17 @@ class Trainer:
         config, folder = self.config, self.folder
         counter = FlopCounter.of(setup.model)
         strategy = make_strategy(setup.model, setup.engine, config, self.world)
-        with Journal(config, folder, self.world, self.console) as journal, ExitStack() as answering:
+        with Journal(config.log, folder, self.world, self.console) as journal, ExitStack() as answering:
             session = Session(config, folder, setup, strategy, journal.metrics, journal.timing, self.log)
             if checkpoint is not None:
                 session.resume(checkpoint)
             elif masters := fill_masters(state_of(strategy), setup.weights):
                 self.log(f"masters   {masters}")
-            journal.open_writers(session.step)
+            journal.open_writers(session.step, config)
             answering.enter_context(self._answer_interrupts(session))
             before = session.before = session.before or self._measure_held_out(session, journal, counter=counter)
             tokens_before, seconds = session.tokens_seen, 0.0
-            journal.begin_steps(session.step, self.started, resumed=checkpoint is not None)
+            journal.begin_steps(session.step, config.train.steps, self.started, resumed=checkpoint is not None)
             with self._finish_save_on_error(session):
                 with self.termination.defer(interrupts=self.alone):
                     session.export_if_kept()  # the run may have been killed between the last save and its export
@@ -229,7 +229,7 @@ class Trainer:
                         self.termination.obey()
                     self.log(f"exporting to {folder.model}")
                     session.export(folder.model)
-                self._finish(session.step)
+                journal.finish(session.step)
         tokens = session.tokens_seen - tokens_before
         speed = tokens / seconds if seconds else 0.0
         return Result(before, after, session.tokens_seen, speed, folder.model) if self.leads else None
@@ -354,13 +354,6 @@ class Trainer:
             except BaseException:
                 self.termination.note()
                 raise
-
-    def _finish(self, step: int) -> None:
-        """Plot the losses, and note that the run is finished."""
-        with self.world.together():
-            if self.leads:
-                replace_file(self.folder.plot, plot(read_metrics(self.folder.metrics)))
-                self.folder.finish(step)
 
 
 def _sizes(row: Mapping[str, np.ndarray]) -> tuple[int, int, int]:

@@ -25,7 +25,7 @@ from torchtrain.config import Config, LogConfig
 from torchtrain.distributed.world import World
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.steps import Step
-from torchtrain.training.events import MetricsFile, step_status
+from torchtrain.training.events import MetricsFile, read_metrics, step_status
 from torchtrain.training.held_out import BLOCK, HeldOut
 from torchtrain.training.losses import Mean
 
@@ -216,16 +216,18 @@ def _start_tensorboard(folder: Path, first: int, opened: ExitStack) -> Callable[
     return send
 
 
-def _start_wandb(config: Config, folder: Path, opened: ExitStack) -> Callable[[dict[str, float], int], None]:
+def _start_wandb(
+    project: str, config: Config, folder: Path, opened: ExitStack
+) -> Callable[[dict[str, float], int], None]:
     import wandb  # pyright: ignore[reportMissingImports]
 
     # A folder is one run there, however often it is resumed.
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     about = {"name": folder.name, "dir": str(folder), "config": config.model_dump(mode="json")}
     try:
-        sent = wandb.init(project=config.log.wandb, id=name, resume="allow", **about)
+        sent = wandb.init(project=project, id=name, resume="allow", **about)
     except Exception as error:  # no login, no network, no such project: the classes differ between its releases
-        raise UserError(f"log.wandb {config.log.wandb!r}: {error}; mend that, or take the key out") from error
+        raise UserError(f"log.wandb {project!r}: {error}; mend that, or take the key out") from error
     opened.push(lambda kind, *_: sent.finish(exit_code=0 if kind is None else 1))
     return lambda numbers, step: sent.log(numbers, step=step)
 
@@ -245,14 +247,14 @@ class Journal:
     All ranks make one and call it alike; only rank 0's writes.
 
     Args:
-        config: the run's.
+        log: the services that get its numbers.
         folder: the run's, which is there.
         world: this rank's place.
         console: takes the progress.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, world: World, console: Console) -> None:
-        self._config, self._folder, self._world = config, folder, world
+    def __init__(self, log: LogConfig, folder: RunFolder, world: World, console: Console) -> None:
+        self._log, self._folder, self._world = log, folder, world
         self._leads = world.rank == 0
         self._open = ExitStack()
         self._senders: list[Callable[[dict[str, float], int], None]] = []
@@ -274,30 +276,32 @@ class Journal:
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
-    def open_writers(self, first: int) -> None:
+    def open_writers(self, first: int, config: Config) -> None:
         """Start the services that `log` names.
 
         Args:
             first: steps done so far.
+            config: the run's, which Weights & Biases shows.
 
         Raises:
             UserError, OtherRankFailed: one of them does not start.
         """
         with self._world.together():
-            if self._leads and self._config.log.tensorboard:
+            if self._leads and self._log.tensorboard:
                 self._senders.append(_start_tensorboard(self._folder.path, first, self._open))
-            if self._leads and self._config.log.wandb is not None:
-                self._senders.append(_start_wandb(self._config, self._folder.path, self._open))
+            if self._leads and self._log.wandb is not None:
+                self._senders.append(_start_wandb(self._log.wandb, config, self._folder.path, self._open))
 
-    def begin_steps(self, first: int, started: float, resumed: bool) -> None:
+    def begin_steps(self, first: int, last: int, started: float, resumed: bool) -> None:
         """Show the training.
 
         Args:
             first: steps done so far.
+            last: steps of the whole run.
             started: when the process began, by `time.perf_counter`; the first step has the time since then.
             resumed: whether the run was resumed, which the first step says, too.
         """
-        self._advance = self.display.task("training", self._config.train.steps, first)
+        self._advance = self.display.task("training", last, first)
         self._beginning = started, resumed
 
     def write_step(self, step: Step) -> None:
@@ -321,3 +325,13 @@ class Journal:
         """Send an event to the services that `log` names."""
         for send in self._senders:
             send(dict(_numbers(event, name)), step)
+
+    def finish(self, step: int) -> None:
+        """Plot the losses, and note that the run is finished.
+
+        Raises:
+            UserError, OtherRankFailed: the disk does not take it.
+        """
+        with self._world.together():
+            if self._leads:
+                self._folder.finish(step, plot(read_metrics(self._folder.metrics)))

@@ -1,35 +1,25 @@
-"""Saving a run between two steps, resuming it, and exporting its model as a Hugging Face folder."""
+"""The state of a run between two steps: it is saved, resumed, and exported."""
 
-import errno
-import json
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from safetensors import SafetensorError
-from torch import Tensor
-
-from anchorline.errors import UserError, disk_fault
-from anchorline.files import FileEntry, follow_umask
+from anchorline.errors import UserError
+from anchorline.files import FileEntry
 from torchtrain.checkpoint.background import Background
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress, versions
 from torchtrain.checkpoint.state import RankState, State, state_of
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.config import Config, LoraSettings
+from torchtrain.config import Config
 from torchtrain.distributed.signals import ignore_signal
 from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed, Terminated
-from torchtrain.modeling.adapters import FOLDER as ADAPTER
-from torchtrain.modeling.adapters import save_adapter, split_off
-from torchtrain.modeling.parts import first_not_finite
-from torchtrain.modeling.save import reader_notes, save_folder
-from torchtrain.modeling.smollm2 import SMOLLM2
 from torchtrain.products import multiplies_in_float32
+from torchtrain.run.export import export_step
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.setup import Setup
 from torchtrain.run.steps import check_finite
@@ -37,44 +27,6 @@ from torchtrain.training.events import MetricsFile
 from torchtrain.training.guard import Guard
 from torchtrain.training.held_out import HeldOut
 from torchtrain.training.strategy import Strategy
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
-
-_SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-
-
-def export(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerFast",
-    folder: Path,
-    weights: dict[str, Tensor] | None = None,
-    write_adapter: Callable[[Path], None] | None = None,
-    card: str | None = None,
-) -> None:
-    """Write model and tokenizer into a folder that loads with plain transformers, 4 and 5, and with other readers.
-
-    The config has the new length and the RoPE parameters, and not the attention engine of the training.
-
-    Args:
-        model: saved as safetensors, in its dtype.
-        tokenizer: saved with the model's length as `model_max_length`.
-        folder: empty.
-        weights: the state dict, where the model does not hold it whole.
-        write_adapter: writes an adapter into the folder, too.
-        card: the content of README.md.
-
-    Raises:
-        OSError: the folder cannot be written, or a library saved something else than a model with its config.
-    """
-    save_folder(model, tokenizer, folder, weights)
-    if not (folder / "config.json").is_file() or not list(folder.glob("model*.safetensors")):
-        raise OSError(errno.EIO, "config.json or the weights are missing after they were saved", str(folder))
-    if write_adapter is not None:
-        write_adapter(folder)
-    if card is not None:
-        (folder / "README.md").write_text(card, encoding="utf-8")
-    follow_umask(folder)
 
 
 class Session:
@@ -293,35 +245,10 @@ class Session:
         weights = self.strategy.weights()
         with world.together():
             if self._leads:
-                self._export(target, weights)
+                safe = "nothing is saved yet" if self._saved is None else f"step {self._saved} is saved"
+                for note in export_step(self._folder, target, self.setup, self._config, self.step, weights, safe):
+                    self._log(f"readers   {note}")
         self._timing.write("export", {"step": self.step, "seconds": time.perf_counter() - started})
-
-    def _export(self, target: Path, weights: dict[str, Tensor] | None) -> None:
-        """Write the model, on rank 0."""
-        setup, folder, lora = self.setup, self._folder, self._config.model.lora
-        write_adapter: Callable[[Path], None] | None = None
-        if weights is not None and lora is not None:
-            weights, adapter = split_off(setup.model, weights)
-            write_adapter = partial(_save_adapter, setup, lora, adapter)
-        if weights is not None and (name := first_not_finite(weights.items())) is not None:
-            raise UserError(f"{name} is not finite after step {self.step}, so the model was not written to {target}")
-        card = model_card(self._config, setup.model.config, self.step)
-        unfinished = None
-        try:
-            unfinished = folder.begin_export(target)
-            export(setup.model, setup.tokenizer, unfinished, weights, write_adapter, card)
-            folder.end_export(unfinished, target)
-        except (OSError, SafetensorError) as error:
-            if unfinished is not None:
-                shutil.rmtree(unfinished, ignore_errors=True)
-            why = disk_fault(error) if isinstance(error, OSError) else str(error)
-            safe = "nothing is saved yet" if self._saved is None else f"step {self._saved} is saved"
-            raise UserError(
-                f"{target}: the model could not be written: {why}; {safe}; "
-                f"mend that, then: torchtrain resume {folder.path}"
-            ) from None
-        for note in reader_notes(setup.model.config):
-            self._log(f"readers   {note}")
 
     def export_if_kept(self) -> None:
         """Export this step's model if it is one of those that `save.last` keeps; the trained one comes later."""
@@ -352,10 +279,6 @@ class Session:
         return Guard(self._config.train, self.setup.rows, self._folder.bad_steps, self._leads, **so_far)
 
 
-def _save_adapter(setup: Setup, lora: LoraSettings, adapter: dict[str, Tensor], folder: Path) -> None:
-    save_adapter(setup.model, lora, setup.base, adapter, folder / ADAPTER)
-
-
 def read_layout(config: Config, setup: Setup, world: World) -> ProcessLayout:
     """Return the device of a run, and how it is spread over processes."""
     distributed, train = config.distributed, config.train
@@ -371,30 +294,3 @@ def read_layout(config: Config, setup: Setup, world: World) -> ProcessLayout:
         deterministic=train.deterministic and world.device.type == "cuda",
         float32_products=multiplies_in_float32(setup.model.dtype, world.device),
     )
-
-
-def model_card(config: Config, model_config: "PretrainedConfig", step: int) -> str:
-    """Return a README.md for an exported model: how it was trained, and how to load it in transformers."""
-    pack, train = config.pack, config.train
-    tokens = step * train.sequences_per_step * pack.sequence_length
-    base = _SMOLLM2_ID if config.model.source == SMOLLM2 else config.model.source
-    held = max(pack.sequence_length, getattr(model_config, "max_position_embeddings", 0))
-    lines = [
-        "---",
-        *([] if Path(base).expanduser().exists() else [f"base_model: {json.dumps(base)}"]),
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags: [long-context, anchorline]",
-        "---",
-        f"# A model for {held:,} tokens",
-        "",
-        f"Trained by Anchorline's `torchtrain` from `{base}`: {step:,} steps, {tokens:,} tokens, in rows of "
-        f"{pack.sequence_length:,} (variant `{pack.variant}`), learning rate {train.learning_rate:g}.",
-        f"RoPE: `{json.dumps(getattr(model_config, 'rope_parameters', None))}`.",
-        "",
-        "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.",
-    ]
-    notes = reader_notes(model_config)
-    if notes:
-        lines += ["", "Other readers need these settings:", "", *(f"- {note}" for note in notes)]
-    return "\n".join(lines) + "\n"

@@ -114,7 +114,7 @@ def set_up(
     model_config = extend(own_config, config.rope, length)
     if config.model.layer_chunk is not None or config.model.lora is not None:
         shape_of_model(model_config, config.model)  # refuses other layers, and modules that do not exist
-    if config.pack.base_variant == "intra_reset":
+    if config.pack.base_variant.restarts:
         check_resets(model_config, length)
     tokenizer = open_tokenizer(source, trusted)
     check_tokenizer(tokenizer, model_config.vocab_size)
@@ -290,16 +290,10 @@ def pack_rows(
 
 def describe_variant(pack: PackConfig) -> str:
     """Return a sentence on the rows of this variant, for people."""
-    parts = {
-        "full": "every token sees all tokens before it, across documents",
-        "intra": "a token sees its own document; positions run through the row",
-        "intra_reset": "a token sees its own document; positions restart in each document",
-        "anchor": "a token sees its own document and the anchor; positions run through the row",
-    }
-    text = f"{pack.variant}: {parts[pack.base_variant]}"
+    text = f"{pack.variant}: {pack.base_variant.meaning}"
     if pack.tag:
         text += "; each document begins with a tag, which is never a target"
-    if pack.interleave and pack.base_variant == "intra_reset":
+    if pack.interleave and pack.base_variant.restarts:
         text += "; +interleave changes nothing, because positions restart in each document: this is intra_reset"
     elif pack.interleave:
         pieces = "2 or 3" if pack.split == "authors" else f"{pack.chunks}"

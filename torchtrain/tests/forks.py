@@ -119,7 +119,7 @@ PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "export": ("torchtrain.run.folder", "commit", _die, False),
     "exported": ("torchtrain.run.folder", "commit", _die, True),
     "evaluation": ("torchtrain.training.held_out", "make_micro_batch", _die, True),
-    "plot": ("torchtrain.run.recipe", "plot", _die, True),
+    "plot": ("torchtrain.run.report", "plot", _die, True),
 }  # fmt: skip
 
 

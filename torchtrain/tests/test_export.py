@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import torchtrain
 from torchtrain.config import RopeConfig
 from torchtrain.modeling.rope import extend
-from torchtrain.run.session import export
+from torchtrain.run.export import export
 from torchtrain.tests.tiny import FAMILIES, POSITIONS, tiny_config, tiny_model, tiny_tokenizer
 
 LENGTH = 2 * POSITIONS

@@ -154,7 +154,7 @@ def test_a_run_that_was_taken_up_earlier_has_no_other_future(place, straight, in
             "torchtrain.run.folder.commit",
             "model: the model could not be written: no space left on device (a file); step 6 is",
         ),
-        ("torchtrain.run.recipe.plot", "no space left on device (a file)"),
+        ("torchtrain.run.report.plot", "no space left on device (a file)"),
         (
             "torchtrain.checkpoint.store.commit",
             "the checkpoint could not be written: no space left on device (a file); the last",

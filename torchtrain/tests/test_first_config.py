@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from torchtrain.cli import app, main
 from torchtrain.config import load_config
-from torchtrain.run.session import model_card
+from torchtrain.run.export import model_card
 from torchtrain.tests.tiny import POSITIONS
 
 

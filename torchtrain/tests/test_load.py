@@ -12,7 +12,7 @@ from anchorline.errors import UserError
 from torchtrain.config import RopeConfig
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.rope import extend
-from torchtrain.run.session import export
+from torchtrain.run.export import export
 from torchtrain.tests.tiny import POSITIONS, tiny_config, tiny_model, tiny_tokenizer
 
 PROMPT, NEW = 40, 6

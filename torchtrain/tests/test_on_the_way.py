@@ -77,7 +77,7 @@ def evaluation(place, suite, tmp_path):
 def no_picture():
     """A run's picture of its losses takes as long as its steps; what it is drawn of is compared."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "plot", lambda metrics: b"")
+        patch.setattr("torchtrain.run.report.plot", lambda metrics: b"")
         yield
 
 

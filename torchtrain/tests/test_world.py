@@ -76,7 +76,7 @@ def test_a_signal_ends_who_waits_for_the_others(tree, write_config, number, code
         "from torchtrain.config import load_config\n"
         "from torchtrain.distributed.world import join\n"
         "from torchtrain.run.termination import Termination\n"
-        "with Termination(), join(load_config(sys.argv[1])): pass\n"
+        "with Termination(), join(load_config(sys.argv[1]).distributed): pass\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as first:
         port = first.getsockname()[1]
@@ -103,7 +103,7 @@ def test_a_signal_ends_who_waits_for_the_others(tree, write_config, number, code
 def test_a_group_waits_as_long_as_an_export_takes(tree, write_config):
     """NCCL's own ten minutes are less than an export takes."""
     alone = load_config(write_config(tree), ["distributed.zero_stage=1"])
-    with world.join(alone):
+    with world.join(alone.distributed):
         found = world.dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     assert found == world.PATIENCE
 
@@ -132,7 +132,7 @@ def test_the_gpus_allocator_may_grow_its_segments_unless_the_user_configures_it(
         monkeypatch.setenv(user, "max_split_size_mb:512")
     for name, answer in (("is_available", True), ("device_count", 1), ("set_device", None)):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, answer=answer: answer)
-    with world.join(load_config(write_config(tree))):
+    with world.join(load_config(write_config(tree)).distributed):
         wanted = "expandable_segments:True" if user is None else None
         assert os.environ.get("PYTORCH_ALLOC_CONF") == wanted
 

@@ -109,12 +109,11 @@ def make_strategy(model: "PreTrainedModel", attention: str, config: Config, worl
         config: of the run.
         world: of this rank.
     """
-    if config.distributed.zero_stage:
-        return Zero(model, attention, config, world)
-    if world.sequence_parallel > 1:
-        import_deepspeed().init_distributed(verbose=False)
-        split_attention(model, attention, config.train.micro_batch, world)
-    return Replicated(model, config.train, world)
+    if not config.distributed.zero_stage and world.sequence_parallel == 1:
+        return Replicated(model, config.train, world)
+    import_deepspeed().init_distributed(verbose=False)
+    mpu = split_attention(model, attention, config.train.micro_batch, world)
+    return Zero(model, mpu, config, world) if config.distributed.zero_stage else Replicated(model, config.train, world)
 
 
 class Replicated(Strategy):
@@ -179,15 +178,13 @@ class Replicated(Strategy):
 class Zero(Strategy):
     """DeepSpeed's engine, which spreads optimizer state, gradients and weights over all ranks, by `zero_stage`.
 
-    The arguments are those of `make_strategy`.
+    The arguments are those of `make_strategy`; `mpu` is what `split_attention` returned.
     """
 
-    def __init__(self, model: "PreTrainedModel", attention: str, config: Config, world: World) -> None:
+    def __init__(self, model: "PreTrainedModel", mpu: Any, config: Config, world: World) -> None:
         super().__init__(model, world)
         deepspeed = import_deepspeed()
-        deepspeed.init_distributed(verbose=False)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        mpu = split_attention(model, attention, config.train.micro_batch, world)
         self.cut = config.distributed.zero_stage == 3
         with_loss = _WithLoss(model)
         compiled = layers_of(model) if self.cut and config.model.fused == "compile" else []

@@ -43,7 +43,7 @@ def main() -> None:
 def _key_of(config: Config) -> str:
     """Return the settings that a step's memory depends on: tags and interleaving change no shape."""
     tree = config.model_dump(exclude=_NOT_COUNTED)
-    tree["pack"] = {"variant": config.pack.base_variant, "sequence_length": config.pack.sequence_length}
+    tree["pack"] = {"variant": config.pack.variant.partition("+")[0], "sequence_length": config.pack.sequence_length}
     return str(tree)
 
 

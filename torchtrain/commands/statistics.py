@@ -204,7 +204,7 @@ def _page(statistics: StoreStatistics, grids: Sequence[Grid]) -> str:
     histogram = statistics.histogram
     kinds = {"documents": histogram.documents, "tokens": histogram.tokens}
     return render(
-        "torchtrain.run",
+        "torchtrain.commands",
         "statistics.html.j2",
         title="Corpus",
         created="",  # no date and no path: the page of a store has the same bytes whenever and wherever it is made

@@ -1,0 +1,130 @@
+"""Writes the model of a run as a Hugging Face folder."""
+
+import errno
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from anchorline.errors import UserError, disk_fault
+from anchorline.files import follow_umask
+from torchtrain.config import Config
+from torchtrain.modeling.adapters import FOLDER as ADAPTER
+from torchtrain.modeling.adapters import save_adapter, split_off
+from torchtrain.modeling.parts import first_not_finite
+from torchtrain.modeling.save import reader_notes, save_folder
+from torchtrain.modeling.smollm2 import SMOLLM2
+from torchtrain.run.folder import RunFolder
+from torchtrain.run.setup import Setup
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+_SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def export_step(
+    folder: RunFolder,
+    target: Path,
+    setup: Setup,
+    config: Config,
+    step: int,
+    weights: dict[str, Tensor] | None,
+    safe: str,
+) -> list[str]:
+    """Write the model after a step into the run's folder, on rank 0.
+
+    Args:
+        folder: the run's.
+        target: the folder of the model, in the run's.
+        setup, config: the run's.
+        step: steps done.
+        weights: the state dict, where the model does not hold it whole.
+        safe: which step is saved, for a message.
+
+    Returns:
+        What other readers of the model need, a line each.
+
+    Raises:
+        UserError: it cannot be written, or a weight is not finite. Nothing of it is left.
+    """
+    write_adapter: Callable[[Path], None] | None = None
+    if weights is not None and (lora := config.model.lora) is not None:
+        weights, adapter = split_off(setup.model, weights)
+        write_adapter = partial(save_adapter, setup.model, lora, setup.base, adapter)
+    if weights is not None and (name := first_not_finite(weights.items())) is not None:
+        raise UserError(f"{name} is not finite after step {step}, so the model was not written to {target}")
+    notes = reader_notes(setup.model.config)
+    card = model_card(config, setup.model.config, step, notes)
+    try:
+        with folder.new_export(target) as made:
+            export(setup.model, setup.tokenizer, made, weights, write_adapter, card)
+    except (OSError, SafetensorError) as error:
+        why = disk_fault(error) if isinstance(error, OSError) else str(error)
+        raise UserError(
+            f"{target}: the model could not be written: {why}; {safe}; mend that, then: torchtrain resume {folder.path}"
+        ) from None
+    return notes
+
+
+def export(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerFast",
+    folder: Path,
+    weights: dict[str, Tensor] | None = None,
+    write_adapter: Callable[[Path], None] | None = None,
+    card: str | None = None,
+) -> None:
+    """Write model and tokenizer into a folder that loads with plain transformers, 4 and 5, and with other readers.
+
+    The config has the new length and the RoPE parameters, and not the attention engine of the training.
+
+    Args:
+        model: saved as safetensors, in its dtype.
+        tokenizer: saved with the model's length as `model_max_length`.
+        folder: empty.
+        weights: the state dict, where the model does not hold it whole.
+        write_adapter: writes an adapter into a folder, which is made in this one.
+        card: the content of README.md.
+
+    Raises:
+        OSError: the folder cannot be written, or a library saved something else than a model with its config.
+    """
+    save_folder(model, tokenizer, folder, weights)
+    if not (folder / "config.json").is_file() or not list(folder.glob("model*.safetensors")):
+        raise OSError(errno.EIO, "config.json or the weights are missing after they were saved", str(folder))
+    if write_adapter is not None:
+        write_adapter(folder / ADAPTER)
+    if card is not None:
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    follow_umask(folder)
+
+
+def model_card(config: Config, model_config: "PretrainedConfig", step: int, notes: Sequence[str] = ()) -> str:
+    """Return a README.md for an exported model: how it was trained, how to load it, and notes for other readers."""
+    pack, train = config.pack, config.train
+    tokens = step * train.sequences_per_step * pack.sequence_length
+    base = _SMOLLM2_ID if config.model.source == SMOLLM2 else config.model.source
+    held = max(pack.sequence_length, getattr(model_config, "max_position_embeddings", 0))
+    lines = [
+        "---",
+        *([] if Path(base).expanduser().exists() else [f"base_model: {json.dumps(base)}"]),
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [long-context, anchorline]",
+        "---",
+        f"# A model for {held:,} tokens",
+        "",
+        f"Trained by Anchorline's `torchtrain` from `{base}`: {step:,} steps, {tokens:,} tokens, in rows of "
+        f"{pack.sequence_length:,} (variant `{pack.variant}`), learning rate {train.learning_rate:g}.",
+        f"RoPE: `{json.dumps(getattr(model_config, 'rope_parameters', None))}`.",
+        "",
+        "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.",
+    ]
+    if notes:
+        lines += ["", "Other readers need these settings:", "", *(f"- {note}" for note in notes)]
+    return "\n".join(lines) + "\n"
