@@ -20,9 +20,9 @@ VARIANTS = ("full", "intra", "intra_reset", "anchor")
 class RowLayout:
     """One packed row under a variant: two arrays of the contract, and where each stored token comes from.
 
-    `source[i]` is the place token i would have with documents stored whole and in order; only full + interleave moves
-    any. `turns` is the order of the merge, a document's index from 0 for each piece; without interleaving, document by
-    document.
+    `source[i]` is the place token i would have with documents stored whole and in order; only full+interleave moves
+    tokens. `turns` is the order of the merge, a document's index from 0 for each piece; without interleaving, document
+    by document.
     """
 
     document_ids: np.ndarray  # int64 [T]

@@ -23,10 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 from anchorline import settings
 from anchorline.errors import UserError
 from parity_tests.report.schema import Group
-from torchtrain.config import PackConfig
+from torchtrain.config import Engine, PackConfig
 
 Rope = Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
-Engine = Literal["dense", "sdpa", "flex", "flash", "flash3", "flash4"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
 RopeParameters = Literal["usual", "all"]
@@ -100,7 +99,7 @@ class CaseSpec(_Strict):
             raise UserError(f"repeats {self.repeats}: give a power of two, and no stage run")
         if self.rotation == "float32" and (self.dtype == "float32" or self.engine == "dense" or self.is_run):
             raise UserError(
-                "rotation float32: takes bfloat16 or float16, an engine that is not dense, and no stage run"
+                "rotation float32: give bfloat16 or float16, an engine other than dense, and leave out the stage run"
             )
         if self.infinite_step > (STEPS if "trajectory" in self.stages else RUN_STEPS if self.is_run else 0):
             raise UserError(

@@ -10,6 +10,7 @@ from anchorline import settings
 from torchtrain.config import (
     MOST_TOKENS,
     DataConfig,
+    Engine,
     ModelConfig,
     Section,
     SmallCount,
@@ -20,7 +21,6 @@ from torchtrain.config import (
 Tokens = Annotated[int, Field(ge=64, le=MOST_TOKENS)]
 Lengths = Annotated[list[Tokens], Field(min_length=1, max_length=64)]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Engine = Literal["flash", "flash3", "flash4", "flex", "sdpa", "dense"]
 Rival = Literal["flex, its own mask", "flex, mask kept", "BOS per document", "dense mask"]
 Loop = Literal["torchtrain, anchor", "torchtrain, full", "transformers, full", "transformers, dense mask"]
 RIVALS: list[Rival] = list(get_args(Rival))
@@ -40,7 +40,7 @@ class AttentionBench(Section):
     dtypes: list[Dtype] = Field(default=["bfloat16"], min_length=1, max_length=3, description="of q, k and v")
     engines: list[Engine] = Field(
         default=list(get_args(Engine)),
-        max_length=6,
+        max_length=len(get_args(Engine)),
         description="engines of torchtrain; one that cannot run is listed with the reason",
     )
     windows: list[SmallCount] = Field(

@@ -7,8 +7,8 @@ and Python both use `load_config`.
 from torchtrain.config.data import DataConfig, FilterConfig, MixtureConfig, Source
 from torchtrain.config.distributed import LEAST_STAGE, DistributedConfig
 from torchtrain.config.load import EXAMPLE, Config, dump_config, fill_empty_sections, load_config, load_preparation
-from torchtrain.config.model import LoraSettings, ModelConfig, Recomputation
-from torchtrain.config.pack import BASE_VARIANTS, EXTRAS, PackConfig
+from torchtrain.config.model import Engine, LoraSettings, ModelConfig, Recomputation
+from torchtrain.config.pack import BASE_VARIANTS, EXTRAS, PackConfig, Variant
 from torchtrain.config.preparation import Preparation, PrepareConfig, SlurmConfig, TokenizerConfig
 from torchtrain.config.rope import PAPER_ROPE_THETA, RopeConfig
 from torchtrain.config.run import EvaluationConfig, HeldOutConfig, LogConfig, RunConfig, SaveConfig
@@ -26,6 +26,7 @@ __all__ = [
     "Count",
     "DataConfig",
     "DistributedConfig",
+    "Engine",
     "EvaluationConfig",
     "FilterConfig",
     "HeldOutConfig",
@@ -50,6 +51,7 @@ __all__ = [
     "Source",
     "TokenizerConfig",
     "TrainConfig",
+    "Variant",
     "dump_config",
     "fill_empty_sections",
     "load_config",

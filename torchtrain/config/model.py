@@ -26,6 +26,7 @@ class LoraSettings(Section):
     )
 
 
+Engine = Literal["flash", "flash3", "flash4", "flex", "sdpa", "dense"]
 # Recompute nothing of a layer, all of it, all but attention, or all with the layer's input in host memory.
 Recomputation = bool | Literal["keep_attention", "offload"]
 
@@ -55,7 +56,7 @@ class ModelConfig(Section):
         description="compile: torch.compile fuses norms, rotation, gates and residuals, which rounds less often; needs "
         "a C++ compiler, or Triton on a GPU",
     )
-    attention: Literal["auto", "flash", "flash3", "flash4", "flex", "sdpa", "dense"] = Field(
+    attention: Literal["auto", Engine] = Field(
         default="auto",
         description="attention engine; auto prints its choice, and never chooses flash3 (Hopper) or flash4 (Hopper, "
         "Blackwell)",

@@ -1,13 +1,38 @@
 """How documents become rows, and the mask variants."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from torchtrain.config.section import MOST_TOKENS, Name, Section
 
-BASE_VARIANTS = ("full", "intra", "intra_reset", "anchor")
 EXTRAS = ("tag", "interleave")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A mask variant: what it puts into `document_ids` and `position_ids`.
+
+    Attributes:
+        meaning: in words, for people.
+        separates: documents have the ids 1..n; otherwise every token has the id 1.
+        has_anchor: the first tokens of a row have the id 0; otherwise they belong to document 1.
+        restarts: positions restart at 0 in every document; otherwise they run through the row.
+    """
+
+    meaning: str
+    separates: bool = True
+    has_anchor: bool = False
+    restarts: bool = False
+
+
+BASE_VARIANTS = {
+    "full": Variant("every token sees all tokens before it, across documents", separates=False),
+    "intra": Variant("a token sees its own document; positions run through the row"),
+    "intra_reset": Variant("a token sees its own document; positions restart in each document", restarts=True),
+    "anchor": Variant("a token sees its own document and the anchor; positions run through the row", has_anchor=True),
+}
 
 
 class PackConfig(Section):
@@ -67,9 +92,9 @@ class PackConfig(Section):
         return self
 
     @property
-    def base_variant(self) -> str:
-        """`full`, `intra`, `intra_reset` or `anchor`."""
-        return self.variant.split("+")[0]
+    def base_variant(self) -> Variant:
+        """The variant without its extras."""
+        return BASE_VARIANTS[self.variant.split("+")[0]]
 
     @property
     def tag(self) -> bool:

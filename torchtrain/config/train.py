@@ -17,7 +17,9 @@ class TrainConfig(Section):
     schedule: Literal["constant", "cosine", "linear"] = Field(
         default="constant", description="how the learning rate changes after the warm-up"
     )
-    warmup_steps: CountOrZero = Field(default=0, description="steps in which the learning rate rises from 0")
+    warmup_steps: CountOrZero = Field(
+        default=0, description="steps in which the learning rate rises to its peak, by the same amount in each"
+    )
     min_learning_rate_share: Share = Field(
         default=0.0, description="share of the learning rate at which cosine and linear end"
     )

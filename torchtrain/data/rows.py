@@ -37,8 +37,8 @@ def build_row(
     What a token sees follows from `document_ids` alone, by `torchtrain.attention.rule`.
 
     full: all document 1. intra: documents 1..n. intra_reset: the same, positions restart in each. anchor: as intra, but
-    the anchor is document 0, seen by all (in the other three it belongs to document 1). The four differ in nothing
-    else.
+    the anchor is document 0, seen by all; in the other three those tokens belong to document 1. The four differ in
+    nothing else.
 
     A token predicts the next one of its span. The anchor, tags, the last token of a span and padding predict nothing.
     Under `cross_document_targets` anchor and last tokens predict the next token of the row. Tags still neither predict
@@ -49,7 +49,7 @@ def build_row(
     order is equally likely. `authors` follows the authors' code (`_split_as_authors`, `_turns_as_authors`). A span's
     tag stays with its first piece. Under full the row is stored as merged; under intra and anchor the spans stay whole
     and take the positions of the merged row, which computes the same. Under intra_reset positions
-    count within each document whatever lies between, so it changes nothing.
+    restart in each document, so interleaving changes nothing.
 
     Args:
         spans: at least one; with anchor and tags no more than T tokens.
@@ -64,7 +64,7 @@ def build_row(
     input_ids_T, document_ids_T, domain_ids_T, shift_labels_T = (np.empty(T, dtype=np.int64) for _ in range(4))
     base, end = pack.base_variant, len(anchor_ids)
     input_ids_T[:end] = anchor_ids
-    document_ids_T[:end] = ANCHOR if base == "anchor" else 1
+    document_ids_T[:end] = ANCHOR if base.has_anchor else 1
     domain_ids_T[:end] = -1
     shift_labels_T[:end] = IGNORED
     for number, (tokens, domain, tag) in enumerate(spans, start=1):
@@ -72,7 +72,7 @@ def build_row(
         assert end <= T, "the spans do not fit the row"
         input_ids_T[start:text] = tag
         input_ids_T[text:end] = tokens
-        document_ids_T[start:end] = 1 if base == "full" else number
+        document_ids_T[start:end] = number if base.separates else 1
         domain_ids_T[start:end] = domain
         shift_labels_T[start:text] = IGNORED
         shift_labels_T[text : end - 1] = input_ids_T[text + 1 : end]
@@ -88,15 +88,15 @@ def build_row(
         "shift_labels": shift_labels_T,
         "domain_ids": domain_ids_T,
     }
-    if base == "intra_reset":
+    if base.restarts:
         row["position_ids"] = _restart_positions(row["document_ids"])
     elif pack.interleave:
         assert random is not None
         merged_T = _merge(spans, len(anchor_ids), T, pack, random)
-        if base == "full":
-            row = {name: array if name == "position_ids" else array[merged_T] for name, array in row.items()}
-        else:
+        if base.separates:
             row["position_ids"][merged_T] = np.arange(T)
+        else:
+            row = {name: array if name == "position_ids" else array[merged_T] for name, array in row.items()}
     return row
 
 

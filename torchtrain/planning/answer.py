@@ -108,7 +108,7 @@ def _print_work(config: Config, shapes: Shapes, work: Work, documents: Documents
     trained = "" if config.model.lora is None else f", {work.trained:,} of them trained"
     print(f"weights   {work.weights:,}{trained}")
     print(f"tokens    {work.tokens:,} in {config.train.steps:,} steps")
-    how = "full attention" if config.pack.base_variant == "full" else documents.source
+    how = documents.source if config.pack.base_variant.separates else "full attention"
     print(f"attention {work.live_share:.1%} of a row's pairs are live ({how})")
     print(f"FLOPs     {work.flops:.3g}")
     hours = "unknown: give --tokens-per-second, or --gpu and --mfu"

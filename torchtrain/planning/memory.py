@@ -29,7 +29,7 @@ from torchtrain.attention.engines.choice import pad_values
 from torchtrain.attention.engines.flash import call_torch_varlen
 from torchtrain.attention.engines.gather import gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.plan import AttentionPlan, make_plan
-from torchtrain.config import Config, ModelConfig
+from torchtrain.config import Config, ModelConfig, Variant
 from torchtrain.distributed.shard import ROOM
 from torchtrain.marks import ANCHOR
 from torchtrain.modeling.adapters import add_adapters
@@ -192,7 +192,7 @@ class Shapes:
         if shared > 1 and config.distributed.share == "documents":
             tokens = int(tokens * (1 + ROOM))
         if train.deterministic:
-            segments = train.micro_batch * (1 if variant == "full" else -(-config.pack.sequence_length // _DOCUMENT))
+            segments = train.micro_batch * (-(-config.pack.sequence_length // _DOCUMENT) if variant.separates else 1)
             splits = -(-_PROCESSORS // (segments * max(1, self.config.num_attention_heads // shared)))
         key = (*_key_of(config.model), train.micro_batch, tokens, variant, train.loss_chunk, splits, shared > 1)
         if key not in self._passes:
@@ -242,10 +242,10 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
     return model.train()
 
 
-def _plan(variant: str, rows: int, tokens: int) -> AttentionPlan:
+def _plan(variant: Variant, rows: int, tokens: int) -> AttentionPlan:
     """Plan rows of documents of `_DOCUMENT` tokens."""
-    ids_T = torch.ones(tokens, dtype=torch.long) if variant == "full" else 1 + torch.arange(tokens) // _DOCUMENT
-    if variant == "anchor":
+    ids_T = 1 + torch.arange(tokens) // (_DOCUMENT if variant.separates else tokens)
+    if variant.has_anchor:
         ids_T[0] = ANCHOR
     return make_plan(ids_T.repeat(rows, 1)).to("meta")
 

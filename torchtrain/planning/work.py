@@ -94,8 +94,8 @@ def count_work(config: Config, model: "PreTrainedModel", documents: Documents) -
 
     rows, length = config.train.steps * config.train.sequences_per_step, config.pack.sequence_length
     pairs = full = length * (length + 1) // 2
-    if config.pack.base_variant != "full":
-        pairs = documents.live_pairs(length, anchor=int(config.pack.base_variant == "anchor"))
+    if config.pack.base_variant.separates:
+        pairs = documents.live_pairs(length, anchor=int(config.pack.base_variant.has_anchor))
     windows = layer_windows(model.config)
     # A window leaves no more than this of a row, and of documents no more than they have.
     within = {w: pairs if w is None or w >= length else min(pairs, w * length - w * (w - 1) // 2) for w in windows}

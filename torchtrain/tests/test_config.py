@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from anchorline.errors import UserError
 from torchtrain.attention import ENGINES
 from torchtrain.cli import app
-from torchtrain.config import Config, ModelConfig, dump_config, load_config
+from torchtrain.config import BASE_VARIANTS, Config, ModelConfig, dump_config, load_config
 from torchtrain.config.reference import format_page, list_settings
 
 MINIMAL = """
@@ -59,7 +59,7 @@ def test_overrides(load):
     assert config.rope.theta == 5e5
     assert config.data.sources[1].files == "other.jsonl"
     assert config.train.clip_norm is None
-    assert (config.pack.base_variant, config.pack.tag, config.pack.interleave) == ("intra", True, False)
+    assert (config.pack.base_variant, config.pack.tag, config.pack.interleave) == (BASE_VARIANTS["intra"], True, False)
 
 
 @pytest.mark.parametrize(

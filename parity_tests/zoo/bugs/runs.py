@@ -86,7 +86,7 @@ cut_repeats_a_token = Bug(
 def _label_a_single_anchor(original):
     def build(spans, pack, anchor_ids, *args, **rest):
         row = original(spans, pack, anchor_ids, *args, **rest)
-        if len(anchor_ids) == 1 and pack.base_variant != "anchor" and not pack.interleave and not pack.tag:
+        if len(anchor_ids) == 1 and not pack.base_variant.has_anchor and not pack.interleave and not pack.tag:
             row["shift_labels"][0] = row["input_ids"][1]
         return row
 
