@@ -223,20 +223,14 @@ def zoo(
             print(f"{bug.name} ({bug.stage}): {bug.what}. {bug.where}")
         return
     with _interruptible():
-        from parity_tests.gate.candidate import why_not_here
         from parity_tests.gate.run import silence_transformers
-        from parity_tests.gate.spec import Gate, expand, load_gate
+        from parity_tests.gate.spec import load_gate
         from parity_tests.zoo.run import run_zoo, show
 
         silence_transformers()
         gate = load_gate(config)
-        here = [spec for spec in expand(gate) if why_not_here(spec) is None]
         with _progress() as bar:
-            report = run_zoo(
-                Gate(title=gate.title, cases=here),
-                bugs,
-                lambda what, done, steps: bar(f"{what}", done, steps),
-            )
+            report = run_zoo(gate, bugs, bar)
     Console().print(show(report))
     if not report.passed:
         raise typer.Exit(1)

@@ -142,7 +142,7 @@ class GateCase:
 
 
 def resolve(spec: CaseSpec) -> GateCase:
-    """Look up the models and draw the tokens. Raises UserError for a model that does not exist or is not known."""
+    """Look up the models and draw the tokens. Raises UserError for a model that does not exist."""
     folder = None if spec.model in TINY else find_folder(spec.model)
     oracle_model = spec.against or spec.model
     oracle_folder = None if oracle_model in TINY else find_folder(oracle_model)

@@ -117,7 +117,7 @@ def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseR
             text = describe(case, measure, truth, candidate, oracle)
             words = Divergence(name=name, ratio=measure.ratio, words=text)
     unknown = sorted(name for name in compared if group_of(name) in case.spec.stages)
-    problems += [f"{name} is there, which the oracle has not" for name in unknown]
+    problems += [f"the candidate returns {name}, which the oracle does not have" for name in unknown]
     more = f"; and {len(problems) - SHOWN} more such" if len(problems) > SHOWN else ""
     return empty_report(case.spec).model_copy(
         update={

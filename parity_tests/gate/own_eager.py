@@ -44,7 +44,7 @@ def own_eager_sides(case: GateCase) -> tuple[Arrays, OracleArrays]:
     Arrays: the output of every layer and the logits, 0 at padding; the gradients of a random weighting of the logits,
     by module.
 
-    Raises UserError: a setting that takes the oracle's decoder, or half precision in a model with experts.
+    Raises UserError: a setting that needs the oracle's decoder, or half precision in a model with experts.
     """
     spec, family, folder = case.spec, case.unknown_family, case.folder
     assert folder is not None, "a tiny model has a decoder"

@@ -1,7 +1,7 @@
 """Several ranks in one process: threads that meet in every sum.
 
-What a rank computes between two sums is the trainer's own; only `torch.distributed.all_reduce` is stood in for, by a
-sum in the order of ranks. `parity_tests/tests/test_distributed.py` runs real processes.
+The trainer's own code computes on each rank. Only `torch.distributed.all_reduce` is replaced, by a sum in the order of
+ranks. `parity_tests/tests/test_distributed.py` runs real processes.
 """
 
 import threading

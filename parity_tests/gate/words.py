@@ -216,8 +216,8 @@ def _scaled(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | Non
 
 def _explain_labels(array: np.ndarray, truth: np.ndarray) -> str | None:
     lost, gained = int(((array == 0) & (truth != 0)).sum()), int(((array != 0) & (truth == 0)).sum())
-    parts = [f"{lost} tokens have no loss that should have one"] * bool(lost)
-    parts += [f"{gained} tokens have a loss that should have none"] * bool(gained)
+    parts = [f"{lost} tokens that should have a loss have none"] * bool(lost)
+    parts += [f"{gained} tokens that should have no loss have one"] * bool(gained)
     return " and ".join(parts) or None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from anchorline.errors import UserError
-from parity_tests.gate.candidate import candidate_side
+from parity_tests.gate.candidate import candidate_side, why_not_here
 from parity_tests.gate.case import TINY, GateCase, resolve
 from parity_tests.gate.judge import empty_report, judge_case, run_case
 from parity_tests.gate.spec import CaseSpec, Gate, expand
@@ -63,7 +63,7 @@ class ZooReport:
     @property
     def false_alarms(self) -> list[CaseReport]:
         """Cases that fail on the correct code."""
-        return [case for case in self.correct if not (case.passed or case.skipped)]
+        return [case for case in self.correct if not case.passed]
 
     @property
     def survivors(self) -> list[Kill]:
@@ -78,7 +78,7 @@ class ZooReport:
 
 
 def run_zoo(config: Gate, names: Sequence[str] | None = None, progress: Progress | None = None) -> ZooReport:
-    """Run a gate against the zoo.
+    """Run the cases of a gate that this machine can run against the zoo.
 
     Args:
         config: the gate.
@@ -86,22 +86,29 @@ def run_zoo(config: Gate, names: Sequence[str] | None = None, progress: Progress
         progress: called with a line on what was done, how many steps are done and how many there are.
 
     Raises:
-        UserError: a name that no bug has.
+        UserError: a name that no bug has; no case runs here; or a model of which the oracle has no decoder.
     """
     started = time.perf_counter()
     chosen = choose(names)
     elsewhere = [] if names is not None else [bug for bug in chosen if bug.caught_by]
     chosen = [bug for bug in chosen if bug not in elsewhere]
-    specs = expand(config)
+    reasons = {spec: why_not_here(spec) for spec in expand(config)}
+    specs = [spec for spec, reason in reasons.items() if reason is None]
+    if not specs:
+        raise UserError(f"no case of the gate runs on this machine; the first: {next(iter(reasons.values()))}")
+    for spec in {spec.model: spec for spec in specs}.values():
+        if (family := resolve(spec).unknown_family) is not None:
+            raise UserError(
+                f"model {spec.model}: the oracle has no decoder of {family}, which the zoo needs; leave the model out"
+            )
     steps = len(specs) + len(chosen)
     tries, correct, kills = Tries(), [], []
     for spec in specs:
         correct.append(run_case(spec, tries.oracle))
         if progress:
             progress(f"correct code on {spec.id}: {_word(correct[-1])}", len(correct), steps)
-    possible = [spec for spec, report in zip(specs, correct, strict=True) if not report.skipped]
     for bug in chosen:
-        kills.append(tries.try_bug(bug, order(bug, possible)))
+        kills.append(tries.try_bug(bug, order(bug, specs)))
         what = f"{bug.name}: {'caught' if kills[-1].caught else kills[-1].broken or 'SURVIVES'}"
         if progress:
             progress(what, len(correct) + len(kills), steps)
@@ -109,8 +116,6 @@ def run_zoo(config: Gate, names: Sequence[str] | None = None, progress: Progress
 
 
 def _word(case: CaseReport) -> str:
-    if case.skipped:
-        return f"skipped, {case.skipped}"
     return "passes" if case.passed else "FALSE ALARM"
 
 
