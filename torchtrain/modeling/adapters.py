@@ -24,6 +24,7 @@ from anchorline.errors import UserError, one_line, quoted
 from anchorline.files import write_file
 from torchtrain.config import LoraSettings
 from torchtrain.modeling.parts import head_of
+from torchtrain.products import LINEAR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -217,13 +218,14 @@ def _attention(linear: Iterable[str]) -> list[str]:
 
 
 def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
-    """Return all linear layers but the head, by name: those of the class that most are of. Others that derive from
-    nn.Linear, such as some routers, compute more.
+    """Return all linear layers but the head, by name: those of the class that most are of, where `LINEAR` is one class.
+    Others that derive from nn.Linear, such as some routers, compute more.
     """
     head = head_of(model)
     found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    most = Counter(map(type, found.values())).most_common(1)
-    return {name: m for name, m in found.items() if type(m) is most[0][0]}
+    kinds = {name: nn.Linear if type(m) in LINEAR else type(m) for name, m in found.items()}
+    most = Counter(kinds.values()).most_common(1)
+    return {name: m for name, m in found.items() if kinds[name] is most[0][0]}
 
 
 def _check_rank(rank: int, layers: dict[str, nn.Linear]) -> None:

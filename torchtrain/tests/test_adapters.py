@@ -29,6 +29,7 @@ from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.load import digest_weights, load_for_evaluation
 from torchtrain.modeling.parts import hidden_states
 from torchtrain.modeling.recompute import save_memory
+from torchtrain.products import LinearInFloat32
 from torchtrain.run import recipe
 from torchtrain.run.setup import set_up
 from torchtrain.run.verify import verify_folder
@@ -365,6 +366,14 @@ def test_a_layer_that_computes_more_than_a_product_gets_no_adapter(family, more)
         add_adapters(model, LoraSettings(rank=2), 0)
         assert torch.equal(model.eval()(input_ids=ids).logits, before)
     assert any("lora_A" in name for name, _ in model.named_parameters())
+
+
+def test_a_layer_in_float32_beside_layers_in_bfloat16_gets_an_adapter_too():
+    """Where a CPU multiplies bfloat16 in float32, only the layers in bfloat16 have a class for it."""
+    model = strangers_model("llama")
+    model.model.layers[0].self_attn.q_proj.__class__ = LinearInFloat32
+    add_adapters(model, LoraSettings(rank=2), 0)
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 7 * len(model.model.layers)
 
 
 def test_ranks_drop_by_themselves_and_a_run_on_two_goes_on_with_the_same_bits(place):
