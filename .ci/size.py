@@ -25,11 +25,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 28_552,
+    "lines of code": 28_576,
     "lines of tests' code": 20_000,
-    "lines of source": 42_620,
+    "lines of source": 42_691,
     "lines of tests": 26_177,
-    "words of docs": 29_907,
+    "words of docs": 29_964,
     "source files in a folder": 12,
     "settings without description": 0,
 }

@@ -172,7 +172,7 @@ def _read(
         where, domain, content = f"documents[{number}]", "documents", document
         if isinstance(document, Mapping):
             if found := [name for name in _LABELS if name in document]:
-                raise UserError(f"{where}: has {found[0]}, which pack does not use: every token is a target; remove it")
+                raise UserError(f"{where}: has {found[0]}, which pack does not use: it labels tokens itself; remove it")
             name = text_field if text_field in document else "input_ids"
             if name not in document:
                 keys = ", ".join(map(str, islice(document, 8)))

@@ -6,7 +6,7 @@ result to bfloat16. bfloat16 kernels round at the same place: they sum in float3
 
 The CPU's flags do not say how fast its kernels are, so a process measures the three products of a linear layer once.
 
-Legend: n tokens · I, O width of what a layer takes and makes.
+Legend: n tokens · I, O input and output width of a layer.
 """
 
 import time
@@ -91,8 +91,9 @@ def use_float32_products(model: nn.Module) -> None:
     Weights, names and dtypes stay as they are. The choice is made here, and not in a forward pass that is compiled.
     """
     for module in model.modules():
-        plain = type(module) is nn.Linear and "forward" not in vars(module)
-        if plain and multiplies_in_float32(module.weight.dtype, module.weight.device):
+        if type(module) is not nn.Linear or "forward" in vars(module):
+            continue
+        if multiplies_in_float32(module.weight.dtype, module.weight.device):
             module.__class__ = LinearInFloat32  # not a forward of its own, which torch.compile compiles for each layer
 
 

@@ -1,7 +1,7 @@
 """Sources in, records out, one at a time: documents with their domain, bad records with the reason, filtered records.
 
-A source has parts: its files, or the shards of a data set. A task of `torchtrain prepare` reads some of them. Tasks
-depend on the config and on what the sources hold, never on who does the work. So tokens and their order do not either.
+A source has parts: its files, or the shards of a data set. A task of `torchtrain prepare` reads some of them. How
+a source is split depends on the config and on what the source holds, so tokens and their order are always the same.
 """
 
 import hashlib

@@ -136,7 +136,7 @@ def check_documents(counts: Sequence[SourceCount], documents: int, data: DataCon
     if documents:
         return
     records, bad = (sum(getattr(count, name) for count in counts) for name in ("records", "bad_records"))
-    why = f"{records} records: {bad} bad, {records - bad} shorter than data.min_tokens {data.min_tokens}"
+    why = f"{records} records: {bad} bad, {records - bad} filtered or shorter than data.min_tokens {data.min_tokens}"
     raise UserError(f"data.sources: the corpus is empty: {why if records else 'no records'}; check the sources")
 
 

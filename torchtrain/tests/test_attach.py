@@ -22,6 +22,7 @@ from anchorline.errors import UserError
 from torchtrain.attention import attach as attach_module
 from torchtrain.attention import hf, visible_BTT
 from torchtrain.attention.masks import MASKS_TOLD, MASKS_WITH_A_LENGTH, functions_by_length, functions_in
+from torchtrain.tests.tiny import refused
 
 SIZES = {
     "vocab_size": 61,
@@ -45,13 +46,6 @@ def batch(T: int = 12) -> dict[str, torch.Tensor]:
     tokens = torch.randint(0, 61, (1, T), generator=torch.Generator().manual_seed(1))
     position_ids = torch.arange(T)[None]
     return {"input_ids": tokens, "position_ids": position_ids, "document_ids": position_ids // (T // 2) + 1}
-
-
-def refused(call) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 class Shifted(nn.Module):

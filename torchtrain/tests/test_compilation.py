@@ -18,10 +18,7 @@ from torchtrain.tests.forks import ROOT
 from torchtrain.tests.runs import content
 
 COMPILE = "model.fused=compile"
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning",
-    "ignore:.* should not be instantiated:DeprecationWarning",  # torch, of autograd functions
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import torchtrain
-from anchorline.errors import UserError
 from torchtrain.attention import hf, make_plan, visible_BTT
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.config import BASE_VARIANTS, PackConfig
@@ -15,7 +14,7 @@ from torchtrain.data import collate
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import NAMED_ROWS, named_batch
-from torchtrain.tests.tiny import FAMILIES, SIZES, tiny_config
+from torchtrain.tests.tiny import FAMILIES, SIZES, refused, tiny_config
 
 SMALL = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "tie_word_embeddings": False}
 ENGINES = ["anchor", "anchor_segments", "anchor_dense", "anchor_varlen"]
@@ -142,13 +141,6 @@ def test_a_plan_given_by_the_caller_is_used_as_it_is():
     assert torch.equal(model(**batch, plan=plan).logits, model(**batch).logits)
     del batch["document_ids"]
     assert model(**batch, plan=plan).logits.isfinite().all()
-
-
-def refused(call) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_missing_document_ids_are_refused():

@@ -134,7 +134,7 @@ def test_bad_records_are_counted_noted_and_refused_past_the_share(tmp_path):
     ("records", "message"),
     [
         ([], "no records; check"),
-        ([{"text": "w1"}, {"text": ""}], "2 records: 1 bad, 1 shorter than data.min_tokens 2; check"),
+        ([{"text": "w1"}, {"text": ""}], "2 records: 1 bad, 1 filtered or shorter than data.min_tokens 2; check"),
     ],
 )
 def test_an_empty_corpus_is_refused(tmp_path, records, message):

@@ -30,6 +30,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from anchorline.errors import UserError
+
 VOCABULARY = 264  # 256 bytes, three special tokens, five ids that no token has
 POSITIONS = 64
 SIZES: dict[str, Any] = {
@@ -152,3 +154,14 @@ def tiny_settings(folder: Path, source: Path, corpus: Path) -> dict[str, Any]:
         "train": {"steps": 12, "sequences_per_step": 2, "learning_rate": 0.02, "warmup_steps": 2, "loss_chunk": 50},
         "held_out": {"sequences": 2},
     }
+
+
+def refused(call) -> str:
+    """Return the one line with which a call is refused."""
+    message = "\n"
+    try:
+        call()
+    except UserError as error:
+        message = str(error)
+    assert "\n" not in message
+    return message

@@ -155,6 +155,7 @@ def _add_gradients(
         for total, added in zip(sums, gradients, strict=False):
             total += added
         return losses_n
+    assert isinstance(head, nn.Linear)
     # In parts: autograd would hold the weights' whole gradient and its sum.
     if d_hidden_nM is not None:
         _multiply(d_logits_nV, head.weight, d_hidden_nM)

@@ -4,8 +4,8 @@ torch's CPU kernel errs more than FlashAttention-2 in its backward pass in bfloa
 of queries in bfloat16 (docs/LOG.md). So the backward pass runs in float32, and each gradient is rounded once. The
 forward pass rounds like FlashAttention-2's (float32 logits, softmax and accumulator, P rounded for P V). bfloat16 is
 two to three times as fast as float32 on a processor with tiles for it (AMX), and no faster elsewhere, so there the
-forward pass runs in float32. Either way, half precision is kept for the backward pass. `torchtrain.exact_products`
-chooses the library that multiplies. A float32 model takes the same path, and nothing is rounded.
+forward pass runs in float32. What is kept for the backward pass is in half precision either way.
+`torchtrain.exact_products` chooses the library that multiplies. A float32 model takes the same path without rounding.
 
 A window of W tokens cuts a document into blocks of W. A query sees its own block up to itself. Of the block before, it
 sees the tokens that come later in that block than the query in its own. Read backwards, this part is causal, too. So

@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from anchorline.errors import UserError
 from torchtrain.attention import attend, make_plan, resolve_engine
 from torchtrain.attention.engines import flash, flex
 from torchtrain.tests import test_engines
@@ -26,6 +25,7 @@ from torchtrain.tests.cuda import kernels
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import named_batch
 from torchtrain.tests.test_engines import NAMES, attend_with_gradients, draw_qkv
+from torchtrain.tests.tiny import refused
 
 CHECKS: dict[str, Callable[[], None]] = {}
 BF16 = torch.bfloat16
@@ -96,14 +96,6 @@ def flash_attn() -> dict[str, types.ModuleType]:
     package.__path__ = []  # type: ignore[attr-defined]
     interface.flash_attn_varlen_func = kernels.flash_attn_varlen_func  # type: ignore[attr-defined]
     return {"flash_attn": package, "flash_attn__flash_attn_interface": interface}
-
-
-def refusal(function: Callable[[], object]) -> str:
-    """Return the one line of a refusal."""
-    with pytest.raises(UserError) as caught:
-        function()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def on_cuda(
@@ -200,7 +192,7 @@ def devices_do_not_mix() -> None:
     ids_BT = named_batch()
     q, k, v, _ = (x.cuda() for x in draw_qkv(ids_BT, dtype=BF16))
     for engine in ("flash", "sdpa", "dense"):
-        assert "use plan.to(device)" in refusal(lambda engine=engine: attend(q, k, v, make_plan(ids_BT), engine=engine))
+        assert "use plan.to(device)" in refused(lambda engine=engine: attend(q, k, v, make_plan(ids_BT), engine=engine))
         for other in (k.cpu(), k.to("cuda:1")):
             with pytest.raises(RuntimeError, match="same device"):
                 attend(q, other, v, ids_BT.cuda(), engine=engine)
@@ -224,9 +216,9 @@ def what_was_not_waited_for_is_garbage() -> None:
 @check
 def sdpa_never_takes_the_kernel_that_holds_all_pairs() -> None:
     ids_BT = named_batch()
-    said = refusal(lambda: on_cuda("sdpa", torch.float64, ids_BT))
+    said = refused(lambda: on_cuda("sdpa", torch.float64, ids_BT))
     assert "no kernel for torch.float64" in said
-    assert "no kernel for torch.float32 and head_dim 6" in refusal(
+    assert "no kernel for torch.float32 and head_dim 6" in refused(
         lambda: on_cuda("sdpa", torch.float32, ids_BT, head_dim=6)
     )
     assert torch.backends.cuda.math_sdp_enabled()  # the program's own setting is left alone
@@ -240,8 +232,8 @@ def auto_takes_flash_from_ampere_on() -> None:
         with gpu(major, 0):
             assert resolve_engine("auto", "cuda", dtype) == chosen
     with gpu(7, 5):
-        assert "older than sm80" in refusal(lambda: resolve_engine("flash", "cuda", BF16))
-    assert "float32" in refusal(lambda: resolve_engine("flash", "cuda", torch.float32))
+        assert "older than sm80" in refused(lambda: resolve_engine("flash", "cuda", BF16))
+    assert "float32" in refused(lambda: resolve_engine("flash", "cuda", torch.float32))
 
 
 @check
@@ -265,21 +257,21 @@ def a_broken_flash_attn_falls_over_when_the_engine_is_chosen() -> None:
     ):
         with modules(flash_attn=package), patch.object(sys, "meta_path", [Broken(error), *sys.meta_path]):
             for engine in ("flash", "auto"):
-                said = refusal(lambda engine=engine: resolve_engine(engine, "cuda", BF16))
+                said = refused(lambda engine=engine: resolve_engine(engine, "cuda", BF16))
                 assert f"cannot be imported: {type(error).__name__}: {str(error).split()[0]}" in said
 
 
 @check
 def newer_generations_that_are_not_there() -> None:
     for engine in ("flash3", "flash4"):
-        assert "cannot load it: ModuleNotFoundError" in refusal(
+        assert "cannot load it: ModuleNotFoundError" in refused(
             lambda engine=engine: resolve_engine(engine, "cuda", BF16)
         )
-        assert "needs a CUDA device" in refusal(lambda engine=engine: resolve_engine(engine, "cpu", BF16))
+        assert "needs a CUDA device" in refused(lambda engine=engine: resolve_engine(engine, "cpu", BF16))
         with gpu(8, 0):
-            assert "needs a Hopper" in refusal(lambda engine=engine: resolve_engine(engine, "cuda", BF16))
+            assert "needs a Hopper" in refused(lambda engine=engine: resolve_engine(engine, "cuda", BF16))
     with gpu(10, 0):
-        assert "(compute capability 9.x), " in refusal(lambda: resolve_engine("flash3", "cuda", BF16))
+        assert "(compute capability 9.x), " in refused(lambda: resolve_engine("flash3", "cuda", BF16))
 
 
 @check
@@ -293,8 +285,8 @@ def newer_generations() -> None:
             try:
                 with in_one_order():
                     assert_by_the_rule(engine, BF16)
-                assert "one a process" in refusal(lambda other=other: resolve_engine(other, "cuda", BF16))
-                assert "one a process" in refusal(lambda: resolve_engine("flash", "cuda", BF16))
+                assert "one a process" in refused(lambda other=other: resolve_engine(other, "cuda", BF16))
+                assert "one a process" in refused(lambda: resolve_engine("flash", "cuda", BF16))
                 with modules(**flash_attn()):  # which is not torch's
                     assert resolve_engine("flash", "cuda", BF16) == "flash"
             finally:
