@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Python compiles what is imported, when it is; pip would compile everything (--no-compile), for most of a minute.
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip
-# uv installs the pinned packages in half of pip's time, where it is installed.
+# uv, where it is installed.
 INSTALL := $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(PIP) install --no-compile)
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
@@ -96,4 +96,4 @@ setup: .venv/.installed  ## create .venv and install everything into it
 	@echo "==> installing Anchorline"
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
-	@echo "==> set up: torchtrain, jaxref and parity stand in $(BIN)"
+	@echo "==> set up: torchtrain, jaxref and parity are in $(BIN)"

@@ -29,7 +29,7 @@ CEILINGS = {
     "lines of tests' code": 20_000,
     "lines of source": 42_691,
     "lines of tests": 26_177,
-    "words of docs": 29_964,
+    "words of docs": 29_976,
     "source files in a folder": 12,
     "settings without description": 0,
 }
