@@ -210,7 +210,8 @@ def zoo(
 ) -> None:
     """Run a gate against every bug of the zoo and print which case catches which.
 
-    Exits with 1 if a bug survives, or if the gate fails on the correct code.
+    Exits with 1 if a bug survives, or if the gate fails on the correct code; with 2 if no case can run here, or if the
+    oracle has no decoder of a model.
 
     Example: parity zoo configs/parity/ci.yaml rope_interleaved causal_top_left
     """

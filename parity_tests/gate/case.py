@@ -126,6 +126,7 @@ class GateCase:
 
     folder, oracle_folder: of the candidate's and the oracle's weights; None where they are drawn (`tiny_weights`).
     unknown_family: the model type, where the oracle has no decoder of it; None where it has one.
+    rows: none where the oracle has no decoder (`own_eager_sides` draws them).
     decoder_config: the oracle's own reading of the model and the RoPE type; never read where it has no decoder.
     step, trajectory, run: settings of the case's single step, of its twenty, and of its whole run.
     """
@@ -142,17 +143,24 @@ class GateCase:
 
 
 def resolve(spec: CaseSpec) -> GateCase:
-    """Look up the models and draw the tokens. Raises UserError for a model that does not exist."""
+    """Look up the models and draw the tokens.
+
+    Raises:
+        UserError: a model does not exist, or cannot have these settings.
+    """
     folder = None if spec.model in TINY else find_folder(spec.model)
     oracle_model = spec.against or spec.model
     oracle_folder = None if oracle_model in TINY else find_folder(oracle_model)
     family = _unknown_family(oracle_folder) if spec.against is None else None
     if family is not None:  # transformers' own attention is the oracle there, and nothing is trained
-        rows = draw_rows(spec, folder)
-        return GateCase(spec, rows, folder, folder, family, None, TRAIN, TRAIN, TRAIN)  # type: ignore[arg-type]
+        return GateCase(spec, (), folder, folder, family, None, TRAIN, TRAIN, TRAIN)  # type: ignore[arg-type]
     if (spec.is_run or spec.rope_before != "default") and (folder, oracle_folder) != (None, None):
         field = "stages" if spec.is_run else "rope_before"
         raise UserError(f"{field}: {spec.model} is not a tiny model; a whole run, or RoPE before, takes one")
+    if (folder is None) != (oracle_folder is None):
+        raise UserError(
+            f"against {spec.against}: either it or {spec.model} is a tiny model; give two tiny models or none"
+        )
     if spec.is_run and spec.model in ADDED:
         raise UserError(f"stages run: what {spec.model} adds to a model is not exported")
     rows = draw_rows(spec, oracle_folder)

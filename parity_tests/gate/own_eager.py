@@ -19,7 +19,7 @@ from anchorline.errors import UserError
 from jaxref.mask import PADDING
 from parity_tests.families import logits_and_gradients
 from parity_tests.gate.candidate import device, pack
-from parity_tests.gate.case import GateCase
+from parity_tests.gate.case import GateCase, draw_rows
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import OracleArrays
 from parity_tests.oracle import Arrays
@@ -64,7 +64,7 @@ def own_eager_sides(case: GateCase) -> tuple[Arrays, OracleArrays]:
         model.set_experts_implementation("eager")  # the grouped kernels have no float64
     for module in model.modules():  # as `attach` does
         setattr(module, KEEPS_ANCHOR, spec.beyond_window == "anchor")
-    batch = {name: x.to(device()) for name, x in collate([pack(row, spec) for row in case.rows]).items()}
+    batch = {name: x.to(device()) for name, x in collate([pack(row, spec) for row in draw_rows(spec, folder)]).items()}
     inputs = {name: batch[name] for name in ("input_ids", "position_ids", "document_ids")}
     run = {"backward": "gradients" in spec.stages, "hidden": True}
     ours = model.config._attn_implementation

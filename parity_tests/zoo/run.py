@@ -96,7 +96,7 @@ def run_zoo(config: Gate, names: Sequence[str] | None = None, progress: Progress
     specs = [spec for spec, reason in reasons.items() if reason is None]
     if not specs:
         raise UserError(f"no case of the gate runs on this machine; the first: {next(iter(reasons.values()))}")
-    for spec in {spec.model: spec for spec in specs}.values():
+    for spec in {(spec.model, spec.against): spec for spec in specs}.values():
         if (family := resolve(spec).unknown_family) is not None:
             raise UserError(
                 f"model {spec.model}: the oracle has no decoder of {family}, which the zoo needs; leave the model out"

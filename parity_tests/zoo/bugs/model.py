@@ -1,6 +1,7 @@
 """Bugs of the forward pass: weights, norms, the MLP and the residual."""
 
 import re
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
@@ -10,13 +11,25 @@ from torch import Tensor, nn
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import in_every_family, loaded_weights, wrap
 from torchtrain.modeling.load import load_for_training
+from torchtrain.products import LinearInFloat32, linear
 
-# Linear layers without their bias; of the families here, Qwen2's q, k and v have one.
+
+@contextmanager
+def _without_bias():
+    """Linear layers without their bias; of the families here, Qwen2's q, k and v have one."""
+
+    def forward(self, x):
+        return linear(x, self.weight)
+
+    with patch.object(nn.Linear, "forward", forward), patch.object(LinearInFloat32, "forward", forward):
+        yield
+
+
 attention_bias_dropped = Bug(
     what="attention bias dropped",
     where="Qwen2 through loaders made for Llama: ANEForge PR 253, OminiX-MLX PR 7, Fast-LLM PR 398, candle-vllm PR 167",
     stage="forward",
-    apply=lambda: patch.object(nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)),
+    apply=_without_bias,
     likely={"model": "qwen2"},
 )
 
