@@ -50,7 +50,7 @@ def export_step(
         What other readers of the model need, a line each.
 
     Raises:
-        UserError: it cannot be written, or a weight is not finite. Nothing of it is left.
+        UserError: it cannot be written, or a weight is not finite. No file of it is left.
     """
     write_adapter: Callable[[Path], None] | None = None
     if weights is not None and (lora := config.model.lora) is not None:
@@ -104,7 +104,7 @@ def export(
     follow_umask(folder)
 
 
-def model_card(config: Config, model_config: "PretrainedConfig", step: int, notes: Sequence[str] = ()) -> str:
+def model_card(config: Config, model_config: "PretrainedConfig", step: int, notes: Sequence[str]) -> str:
     """Return a README.md for an exported model: how it was trained, how to load it, and notes for other readers."""
     pack, train = config.pack, config.train
     tokens = step * train.sequences_per_step * pack.sequence_length

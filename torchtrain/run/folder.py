@@ -312,7 +312,7 @@ class RunFolder:
     def new_export(self, target: Path) -> Iterator[Path]:
         """Yield a new folder for the files of an export; list them and give it its name when the block ends.
 
-        Nothing of an export that fails is left.
+        No file of an export that fails or is interrupted is left.
         """
         partial = target.with_name(target.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)

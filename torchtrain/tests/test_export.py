@@ -1,6 +1,7 @@
 """The exported folder, as someone with plain transformers finds it."""
 
 import json
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torchtrain
 from torchtrain.config import RopeConfig
 from torchtrain.modeling.rope import extend
 from torchtrain.run.export import export
+from torchtrain.run.folder import RunFolder
 from torchtrain.tests.tiny import FAMILIES, POSITIONS, tiny_config, tiny_model, tiny_tokenizer
 
 LENGTH = 2 * POSITIONS
@@ -88,3 +90,11 @@ def test_what_a_library_saved_in_the_models_place_gets_no_name(tmp_path, monkeyp
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_adapter_alone)
     with pytest.raises(OSError, match=r"config\.json or the weights are missing"):
         export(tiny_model(), tiny_tokenizer(), tmp_path)
+
+
+def test_an_interrupted_export_leaves_no_file(tmp_path):
+    folder = RunFolder(str(tmp_path))
+    with suppress(KeyboardInterrupt), folder.new_export(folder.model) as made:
+        (made / "config.json").touch()
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())

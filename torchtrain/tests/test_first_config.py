@@ -38,16 +38,19 @@ def test_the_config_that_init_writes_trains(corpus, model_folder, tmp_path, monk
     config = load_config("mine.yaml")
     assert config.data.sources[0].text_field == "body"
     assert (config.pack.sequence_length, config.rope.type) == (2 * POSITIONS, "ntk")
-    told = call("train", "mine.yaml", "train.steps=1", "model.dtype=float32")
+    told = call("train", "mine.yaml", "train.steps=1", "model.dtype=float32", "rope.type=linear")
     assert told.exit_code == 0, told.output
     card = (tmp_path / "runs" / "mine" / "model" / "README.md").read_text()
     assert f"in rows of {2 * POSITIONS}" in card
     assert "AutoModelForCausalLM" in card
+    note = "vLLM: takes max_position_embeddings times the factor"
+    assert f"- {note}" in card
+    assert f"readers   {note}" in told.output
 
 
 def test_short_rows_leave_the_models_length_in_its_card():
     config = load_config("demo", ["pack.sequence_length=512"])
-    card = model_card(config, LlamaConfig(max_position_embeddings=8192), 3)
+    card = model_card(config, LlamaConfig(max_position_embeddings=8192), 3, [])
     assert "# A model for 8,192 tokens" in card
     assert "3 steps, 1,536 tokens, in rows of 512" in card
     assert 'base_model: "HuggingFaceTB/SmolLM2-135M-Instruct"' in card
