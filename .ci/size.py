@@ -25,11 +25,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 28_576,
+    "lines of code": 28_587,
     "lines of tests' code": 20_000,
-    "lines of source": 42_691,
+    "lines of source": 42_714,
     "lines of tests": 26_177,
-    "words of docs": 29_976,
+    "words of docs": 29_982,
     "source files in a folder": 12,
     "settings without description": 0,
 }

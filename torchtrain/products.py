@@ -105,7 +105,7 @@ class LinearInFloat32(nn.Linear):
         return _Linear.apply(input, self.weight, self.bias)  # type: ignore[return-value]
 
 
-LINEAR = (nn.Linear, LinearInFloat32)  # types of a layer that computes F.linear, and nothing else
+LINEAR = (nn.Linear, LinearInFloat32)  # types of a layer that computes x W^T + bias, and nothing else
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

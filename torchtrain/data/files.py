@@ -2,8 +2,8 @@
 
 .jsonl files, plain or compressed (.gz, .zst), are read line by line, .parquet files and data sets a few rows at a time.
 fsspec reads URLs: s3://, gs://, hf://, https://, zip://...::... and so on. An item that cannot be read is yielded as a
-`BadItemError` with the reason. A pattern matches no name that begins with a dot and nothing in folders that this user
-may not list.
+`BadItemError` with the reason. On this disk a wildcard matches no name that begins with a dot, and nothing in a folder
+that this user may not list.
 """
 
 import fnmatch

@@ -106,7 +106,7 @@ def _check_known(config: "PretrainedConfig", rope_type: str) -> None:
         )
 
 
-def check_resets(config: "PretrainedConfig", length: int) -> None:
+def check_resets(config: "PretrainedConfig", length: int, variant: str) -> None:
     """Refuse RoPE that depends on the batch, for rows whose positions restart in each document.
 
     transformers' longrope takes the long factors if the largest position of the batch is beyond the original length,
@@ -115,6 +115,7 @@ def check_resets(config: "PretrainedConfig", length: int) -> None:
     Args:
         config: what `extend` returned.
         length: tokens of a row.
+        variant: of the rows, for the message.
 
     Raises:
         UserError: longrope, and rows longer than the original length.
@@ -122,7 +123,7 @@ def check_resets(config: "PretrainedConfig", length: int) -> None:
     own = parameters_of(config) or {}
     if own.get("rope_type") == "longrope" and length > own[_ORIGINAL]:
         raise UserError(
-            "pack.variant intra_reset: longrope takes short or long factors by the longest document of each "
+            f"pack.variant {variant}: longrope takes short or long factors by the longest document of each "
             "micro-batch, so training would depend on how rows are batched; choose another variant, or another "
             "rope.type"
         )

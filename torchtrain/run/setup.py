@@ -115,7 +115,7 @@ def set_up(
     if config.model.layer_chunk is not None or config.model.lora is not None:
         shape_of_model(model_config, config.model)  # refuses other layers, and modules that do not exist
     if config.pack.base_variant.restarts:
-        check_resets(model_config, length)
+        check_resets(model_config, length, config.pack.variant)
     tokenizer = open_tokenizer(source, trusted)
     check_tokenizer(tokenizer, model_config.vocab_size)
     anchor_ids(tokenizer, config.pack)
@@ -294,7 +294,7 @@ def describe_variant(pack: PackConfig) -> str:
     if pack.tag:
         text += "; each document begins with a tag, which is never a target"
     if pack.interleave and pack.base_variant.restarts:
-        text += "; +interleave changes nothing, because positions restart in each document: this is intra_reset"
+        text += "; +interleave changes nothing, because positions restart in each document"
     elif pack.interleave:
         pieces = "2 or 3" if pack.split == "authors" else f"{pack.chunks}"
         text += f"; documents are cut into {pieces} chunks that take the positions of a random merge"

@@ -6,15 +6,13 @@ import os
 import signal
 import threading
 
-import pytest
-
-from anchorline.errors import UserError
 from torchtrain.checkpoint import fragments
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
 from torchtrain.run import recipe
 from torchtrain.tests.run_fixtures import QUIET
 from torchtrain.tests.runs import assert_same
+from torchtrain.tests.tiny import refused
 from torchtrain.training import step
 from torchtrain.training.events import read_metrics
 
@@ -106,9 +104,7 @@ def test_a_write_that_fails_ends_the_run_before_the_next_save(run, monkeypatch):
         return real("/dev/full", os.O_WRONLY) if there else real(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", full)
-    with pytest.raises(UserError) as caught:
-        train()
-    assert str(caught.value) == (
+    assert refused(train) == (
         f"{folder}/checkpoints/step-00000002: the checkpoint could not be written: no space left on device; there is"
         f" no earlier one; mend that, then: torchtrain resume {folder}"
     )

@@ -1,5 +1,6 @@
 """The schema: strict, with every mistake in one line that names the field, the value and the fix."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -7,11 +8,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from anchorline.errors import UserError
 from torchtrain.attention import ENGINES
 from torchtrain.cli import app
 from torchtrain.config import BASE_VARIANTS, Config, ModelConfig, dump_config, load_config
 from torchtrain.config.reference import format_page, list_settings
+from torchtrain.tests.tiny import refused
 
 MINIMAL = """
 run: {folder: runs/x}
@@ -106,9 +107,7 @@ def test_overrides(load):
     ],
 )
 def test_mistakes(load, override, message):
-    with pytest.raises(UserError, match=message) as caught:
-        load(MINIMAL, override)
-    assert "\n" not in str(caught.value)
+    assert re.search(message, refused(lambda: load(MINIMAL, override)))
 
 
 def test_the_schema_names_every_engine():

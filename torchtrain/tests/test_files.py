@@ -5,6 +5,7 @@ import glob
 import gzip
 import io
 import json
+import re
 import socket
 import threading
 import zipfile
@@ -22,6 +23,7 @@ from torchtrain.data import files
 from torchtrain.data.corpus import BadRecord, Document, list_parts, read
 from torchtrain.data.files import count_shards, items, list_files
 from torchtrain.tests.data_fixtures import write_jsonl
+from torchtrain.tests.tiny import refused
 
 LINES = [json.dumps({"text": f"number {i}"}).encode() + b"\n" for i in range(3000)]
 RECORDS = [{"text": f"w{i} w{i % 7}", "meta": {"set": f"S{i % 2}"}} for i in range(30)]
@@ -32,9 +34,7 @@ def zst(*parts: bytes) -> bytes:
 
 
 def refusal(source: Source) -> str:
-    with pytest.raises(UserError) as caught:
-        list(read(source))
-    message = str(caught.value)
+    message = refused(lambda: list(read(source)))
     assert message.startswith("data.sources: ")
     assert message.isprintable()
     return message
@@ -80,10 +80,9 @@ def test_a_loop_of_links_is_left(tree):
 @pytest.mark.parametrize("pattern", ["a\0b.jsonl", "x" * 5000, "\udc80.jsonl", "~nobody-at-all/*.jsonl", "[", "**"])
 def test_a_pattern_that_means_nothing_is_one_short_line(tmp_path, monkeypatch, pattern):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
-        list_files(pattern)
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 500
+    message = refused(lambda: list_files(pattern))
+    assert message.isprintable()
+    assert len(message) < 500
 
 
 @pytest.fixture
@@ -126,9 +125,7 @@ def test_every_kind_of_file_is_read_wherever_it_lies(corpus, kind, place):
     ],
 )
 def test_a_url_that_cannot_be_read_is_one_line(corpus, pattern, message):
-    with pytest.raises(UserError, match=message) as caught:
-        list(read(Source(files=pattern.format(corpus=corpus))))
-    assert "\n" not in str(caught.value)
+    assert re.search(message, refused(lambda: list(read(Source(files=pattern.format(corpus=corpus))))))
 
 
 @pytest.mark.parametrize(

@@ -209,9 +209,9 @@ def test_a_factor_that_does_not_reach_the_length_is_refused(rope_type, factor):
 def test_longrope_needs_positions_that_run_through_the_row():
     longrope = RopeConfig(**TYPES["longrope"])
     with pytest.raises(UserError, match=r"intra_reset: longrope .*another variant"):
-        check_resets(extend(tiny_config(), longrope, LENGTH), LENGTH)
-    check_resets(extend(tiny_config(), longrope, POSITIONS), POSITIONS)  # always the short factors
-    check_resets(extend(tiny_config(), RopeConfig(type="yarn"), LENGTH), LENGTH)
+        check_resets(extend(tiny_config(), longrope, LENGTH), LENGTH, "intra_reset")
+    check_resets(extend(tiny_config(), longrope, POSITIONS), POSITIONS, "intra_reset")  # always the short factors
+    check_resets(extend(tiny_config(), RopeConfig(type="yarn"), LENGTH), LENGTH, "intra_reset")
 
 
 def test_longrope_lists_must_have_half_a_heads_length():
