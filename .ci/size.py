@@ -28,8 +28,8 @@ CEILINGS = {
     "lines of code": 28_587,
     "lines of tests' code": 20_000,
     "lines of source": 42_714,
-    "lines of tests": 26_177,
-    "words of docs": 29_982,
+    "lines of tests": 26_178,
+    "words of docs": 29_992,
     "source files in a folder": 12,
     "settings without description": 0,
 }

@@ -147,7 +147,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
-        return _in_float32(x.flatten(0, -2), weight_OI.t(), bias_O).view(*x.shape[:-1], -1)
+        return _in_float32(x.flatten(0, -2), weight_OI.t(), bias_O).view(*x.shape[:-1], len(weight_OI))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

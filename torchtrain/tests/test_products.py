@@ -75,12 +75,8 @@ def test_the_measured_rates_choose_and_are_given_as_the_reason(rates, chosen, sa
 def test_output_and_gradients_are_products_rounded_once(biased, part, slow, monkeypatch):
     monkeypatch.setattr(products, "_SLICE", part)
     torch.manual_seed(0)
-    x, weight, gradient, bias = (
-        torch.randn(2, 96, 128),
-        torch.randn(160, 128),
-        torch.randn(2, 96, 160),
-        torch.randn(160),
-    )
+    shapes = (2, 96, 128), (160, 128), (2, 96, 160), (160,)
+    x, weight, gradient, bias = map(torch.randn, shapes)
     given = [t.bfloat16() for t in ([x, weight, bias] if biased else [x, weight])]
 
     def run(linear, dtype):
@@ -97,6 +93,13 @@ def test_output_and_gradients_are_products_rounded_once(biased, part, slow, monk
         assert judge(got.double(), truth, rounded_once, "bfloat16").passed
         # Another order of float32 sums moves a product over a rounding's edge now and then, and by one step of it.
         assert (got.double() != rounded_once).double().mean() < 0.01
+
+
+def test_a_rank_without_labels_gets_empty_logits_and_no_gradient(slow):
+    weight = torch.ones(5, 8, dtype=torch.bfloat16, requires_grad=True)
+    made = products.linear(torch.zeros(0, 8, dtype=torch.bfloat16), weight)
+    made.sum().backward()
+    assert (made.shape, weight.grad.any().item()) == ((0, 5), False)
 
 
 @pytest.mark.parametrize("changes", [{}, {"layer_chunk": 16}, {"lora": LoraSettings(rank=2)}], ids=str)
