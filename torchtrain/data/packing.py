@@ -3,7 +3,7 @@
 - `sequential`, the paper's: documents are shuffled, laid end to end and cut where a row is full; a document that is cut
   goes on in the next row as a new span.
 - `by_length`: the same with documents sorted by length. If the last row is dropped, the order begins at a random
-  document; otherwise all dropped documents would have one length. Rows with similar amounts of attention form groups,
+  document; otherwise the longest documents would always be dropped. Rows with similar amounts of attention form groups,
   so no rank waits long for another. The groups are shuffled. In every epoch a group begins where a step begins.
 - `best_fit` (arXiv 2404.10830): only documents longer than a row are cut. The pieces are placed from the largest to the
   smallest, each in the row with the least room that still holds it. The room that is left becomes padding.

@@ -232,8 +232,8 @@ class Session:
         """Leave the model as it is now in a folder, unless it is there already: a step always gives the same one.
 
         Raises:
-            UserError: it cannot be written, something else has its name, or a weight is not finite. Nothing of it is
-                left.
+            UserError: it cannot be written, something else has its name, or a weight is not finite. No file of it
+                is left.
         """
         world = self.strategy.world
         with world.together():

@@ -158,7 +158,7 @@ def tiny_settings(folder: Path, source: Path, corpus: Path) -> dict[str, Any]:
 
 def refused(call) -> str:
     """Return the one line with which a call is refused."""
-    message = "\n"
+    message = "\n"  # no refusal
     try:
         call()
     except UserError as error:
