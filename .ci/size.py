@@ -25,12 +25,12 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 28_587,
-    "lines of tests' code": 20_000,
-    "lines of source": 42_714,
-    "lines of tests": 26_178,
-    "words of docs": 29_992,
-    "source files in a folder": 12,
+    "lines of code": 29_600,
+    "lines of tests' code": 21_000,
+    "lines of source": 44_200,
+    "lines of tests": 27_500,
+    "words of docs": 32_000,
+    "source files in a folder": 14,
     "settings without description": 0,
 }
 
