@@ -59,21 +59,34 @@ def adamw(
 
 
 def learning_rates(
-    peak: float, steps: int, schedule: str = "constant", warmup: int = 0, floor_share: float = 0.0
+    peak: float,
+    steps: int,
+    schedule: str = "constant",
+    warmup: int = 0,
+    floor_share: float = 0.0,
+    decay_steps: int = 1,
+    decay: str = "linear",
 ) -> np.ndarray:
     """Return the learning rate of each step, float64 [steps], from optax's schedules.
 
     `warmup`: that many steps rise in equal parts, the last of them to the peak. `schedule`: `constant`, or `linear` or
     `cosine` from the peak, at the first step after the warmup, towards `floor_share` of it, which a step after the last
-    would have.
-    Raises ValueError for another schedule.
+    would have. `wsd` keeps the peak and falls so in the last `decay_steps`: `linear`, or `sqrt`, which is 1 - sqrt(x).
+    Raises ValueError for another schedule or decay.
     """
     falling = max(steps - warmup, 1)
     falls = {
         "constant": lambda: optax.constant_schedule(peak),
         "linear": lambda: optax.linear_schedule(peak, floor_share * peak, falling),
         "cosine": lambda: optax.cosine_decay_schedule(peak, falling, floor_share),
+        "wsd": lambda: optax.join_schedules([optax.constant_schedule(peak), decays[decay]], [falling - decay_steps]),
     }
+    decays = {
+        "linear": optax.linear_schedule(peak, floor_share * peak, decay_steps),
+        "sqrt": lambda done: peak * (1 - (1 - floor_share) * jnp.sqrt(done / decay_steps)),
+    }
+    if decay not in decays:
+        raise ValueError(f"decay: {decay!r} is unknown; choose from {', '.join(decays)}")
     if schedule not in falls:
         raise ValueError(f"schedule: {schedule!r} is unknown; choose from {', '.join(falls)}")
     rises = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))

@@ -52,7 +52,13 @@ def preset_name(engine: str, dtype: torch.dtype | str, rotation: str = "model") 
 def rates_of(train: TrainConfig) -> np.ndarray:
     """The oracle's learning rate at each step, float64 [steps]."""
     return learning_rates(
-        train.learning_rate, train.steps, train.schedule, train.warmup_steps, train.min_learning_rate_share
+        train.learning_rate,
+        train.steps,
+        train.schedule,
+        train.warmup_steps,
+        train.min_learning_rate_share,
+        train.decay_steps or 1,
+        train.decay,
     )
 
 

@@ -83,6 +83,11 @@ def test_bad_values_are_one_clear_line():
         ({"steps": 4, "schedule": "linear", "floor_share": 0.5}, [8, 7, 6, 5]),
         ({"steps": 3, "schedule": "cosine", "floor_share": 0.25}, [8, 6.5, 3.5]),
         ({"steps": 2, "warmup": 2, "schedule": "cosine"}, [4, 8]),
+        ({"steps": 6, "warmup": 2, "schedule": "wsd", "decay_steps": 2}, [4, 8, 8, 8, 8, 4]),
+        (
+            {"steps": 5, "schedule": "wsd", "decay_steps": 4, "decay": "sqrt", "floor_share": 0.5},
+            [8, 8, 6, 8 - 4 * 0.5**0.5, 8 - 4 * 0.75**0.5],
+        ),
     ],
 )
 def test_learning_rates_by_hand(settings, expected):
@@ -93,5 +98,7 @@ def test_learning_rates_by_hand(settings, expected):
 
 
 def test_an_unknown_schedule_is_refused():
-    with pytest.raises(ValueError, match="schedule: 'cosin' is unknown; choose from constant, linear, cosine"):
+    with pytest.raises(ValueError, match="schedule: 'cosin' is unknown; choose from constant, linear, cosine, wsd"):
         learning_rates(1.0, 2, "cosin")
+    with pytest.raises(ValueError, match="decay: 'cosine' is unknown; choose from linear, sqrt"):
+        learning_rates(1.0, 2, "wsd", decay="cosine")

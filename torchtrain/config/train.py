@@ -14,14 +14,20 @@ class TrainConfig(Section):
     sequences_per_step: Count = Field(default=8, description="rows in one optimizer step (the global batch)")
     micro_batch: SmallCount = Field(default=1, description="rows in one forward; the rest is gradient accumulation")
     learning_rate: Real = Field(default=2e-5, description="AdamW's peak learning rate")
-    schedule: Literal["constant", "cosine", "linear"] = Field(
-        default="constant", description="how the learning rate changes after the warm-up"
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
+        default="constant",
+        description="how the learning rate changes after the warm-up; wsd stays at the peak and falls in the last "
+        "`decay_steps`",
+    )
+    decay_steps: Count | None = Field(default=None, description="of wsd: steps in which the learning rate falls")
+    decay: Literal["linear", "sqrt"] = Field(
+        default="linear", description="of wsd: how it falls; sqrt is 1 - sqrt(the share of `decay_steps` that is done)"
     )
     warmup_steps: CountOrZero = Field(
         default=0, description="steps in which the learning rate rises to its peak, by the same amount in each"
     )
     min_learning_rate_share: Share = Field(
-        default=0.0, description="share of the learning rate at which cosine and linear end"
+        default=0.0, description="share of the learning rate at which cosine, linear and wsd end"
     )
     weight_decay: Annotated[float, Field(ge=0, le=1e30)] = Field(default=0.1, description="AdamW's weight decay")
     betas: tuple[Beta, Beta] = Field(
@@ -53,4 +59,14 @@ class TrainConfig(Section):
             )
         if self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} is more than steps {self.steps}")
+        if self.schedule != "wsd":
+            if self.decay_steps is not None or self.decay != "linear":
+                name = "decay" if self.decay_steps is None else "decay_steps"
+                raise ValueError(f"{name} belongs to schedule: wsd, and schedule is {self.schedule}")
+        elif self.decay_steps is None:
+            raise ValueError("schedule wsd needs decay_steps, the number of last steps in which the rate falls")
+        elif self.warmup_steps + self.decay_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} and decay_steps {self.decay_steps} are more than steps {self.steps}"
+            )
         return self

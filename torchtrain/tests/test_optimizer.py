@@ -126,6 +126,12 @@ def rates(**settings) -> list[float]:
         ({"steps": 6, "warmup_steps": 2, "schedule": "linear"}, [4, 8, 8, 6, 4, 2]),
         ({"steps": 4, "schedule": "linear", "min_learning_rate_share": 0.5}, [8, 7, 6, 5]),
         ({"steps": 2, "warmup_steps": 2, "schedule": "cosine"}, [4, 8]),
+        ({"steps": 6, "warmup_steps": 2, "schedule": "wsd", "decay_steps": 2}, [4, 8, 8, 8, 8, 4]),
+        ({"steps": 5, "warmup_steps": 1, "schedule": "wsd", "decay_steps": 4}, [8, 8, 6, 4, 2]),
+        (
+            {"steps": 5, "schedule": "wsd", "decay_steps": 4, "decay": "sqrt", "min_learning_rate_share": 0.5},
+            [8, 8, 6, 8 - 4 * 0.5**0.5, 8 - 4 * 0.75**0.5],
+        ),
     ],
     ids=str,
 )
