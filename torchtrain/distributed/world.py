@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted, quoted_reason
 from torchtrain.config import DistributedConfig
@@ -217,7 +218,14 @@ def join(distributed: DistributedConfig, for_threads: bool = False) -> Iterator[
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         try:
             with exit_on_signal(rank, address):
-                dist.init_process_group(backend, timeout=PATIENCE, device_id=device if cuda else None)
+                dist.init_process_group(
+                    backend,
+                    store=_connect_store(rank, size),
+                    rank=rank,
+                    world_size=size,
+                    timeout=PATIENCE,
+                    device_id=device if cuda else None,
+                )
                 cpu_group = _make_cpu_group() if cuda else None
                 thread_group = _make_cpu_group() if for_threads else None
         except dist.DistError as error:
@@ -252,6 +260,16 @@ def join(distributed: DistributedConfig, for_threads: bool = False) -> Iterator[
         # After an error the other ranks may still wait in a collective, and destroying the group would wait for them.
         if succeeded or size == 1:
             dist.destroy_process_group()
+
+
+def _connect_store(rank: int, size: int) -> dist.Store:
+    """Return the store through which the processes connect, with keys of its own for each restart by torchrun.
+
+    torchrun's static rendezvous keeps one store over its restarts. Without a prefix the process that starts first would
+    read the address of one that is dead. Every later group, DeepSpeed's too, takes its store from this one.
+    """
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=PATIENCE))
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def check_driver() -> None:

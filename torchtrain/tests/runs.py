@@ -1,6 +1,7 @@
 """Small runs in processes of their own, and what two of them must have in common."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,12 @@ from torchtrain.tests.forks import Forks
 from torchtrain.tests.tiny import tiny_settings
 
 STEPS = 6
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 class Place:

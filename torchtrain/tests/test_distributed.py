@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +31,7 @@ from torchtrain.distributed.ulysses import _pass_windows_and_sinks
 from torchtrain.distributed.world import World
 from torchtrain.run.recipe import train
 from torchtrain.tests.forks import ROOT, forks
+from torchtrain.tests.runs import free_port
 from torchtrain.tests.tiny import POSITIONS, tiny_config
 from torchtrain.training.events import read_metrics
 
@@ -306,15 +306,9 @@ def test_a_mistake_is_one_line_whichever_rank_finds_it(tree, write_config, tmp_p
 # --- two nodes --------------------------------------------------------------------------------------------------------
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def test_two_nodes_leave_one_run(tree, write_config, tmp_path):
     path, short = write_config(tree), ("train.steps=2", "held_out.sequences=1", f"run.folder={tmp_path / 'nodes'}")
-    endpoint = f"127.0.0.1:{_free_port()}"
+    endpoint = f"127.0.0.1:{free_port()}"
     nodes = [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]

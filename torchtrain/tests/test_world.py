@@ -15,6 +15,7 @@ from torchtrain.config import load_config
 from torchtrain.distributed import world
 from torchtrain.distributed.world import check_driver, read_ranks
 from torchtrain.tests.forks import forks
+from torchtrain.tests.runs import free_port
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -135,6 +136,33 @@ def test_the_gpus_allocator_may_grow_its_segments_unless_the_user_configures_it(
     with world.join(load_config(write_config(tree)).distributed):
         wanted = "expandable_segments:True" if user is None else None
         assert os.environ.get("PYTORCH_ALLOC_CONF") == wanted
+
+
+# In the second attempt rank 0 connects seconds before rank 1 does, and must not find the first attempt's address.
+RESTARTED = """
+import os, sys, time
+from torchtrain.config import load_config
+from torchtrain.distributed.world import join
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if os.environ["RANK"] == "1" and not first:
+    time.sleep(2)
+with join(load_config(sys.argv[1]).distributed, for_threads=True) as world:
+    told = world.for_threads().gather(world.rank), world.gather(world.rank)
+    if first and world.rank == 1:
+        os._exit(1)
+    world.sum([1])
+    print(f"rank {world.rank}: {told}", flush=True)
+"""
+
+
+def test_processes_connect_again_when_torchrun_restarts_them(tree, write_config, tmp_path):
+    (tmp_path / "restarted.py").write_text(RESTARTED)
+    torchrun = [*(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1")]
+    torchrun += [f"--master_port={free_port()}", str(tmp_path / "restarted.py"), str(write_config(tree))]
+    clean = {name: value for name, value in os.environ.items() if name not in PLACE}
+    ended = subprocess.run(torchrun, env=clean, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.split("\n")) == ["", "rank 0: ([0, 1], [0, 1])", "rank 1: ([0, 1], [0, 1])"]
 
 
 # The store's machine lost power: no connection breaks, and a request waits forever.
