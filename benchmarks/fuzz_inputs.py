@@ -87,7 +87,7 @@ DAMAGED = {
 PLACES = [
     *(f"{TRAIN} run.folder=@", f"{TRAIN} data.cache=@", f"{PLAN} model.source=@"),
     *("torchtrain train @", "torchtrain resume @", "torchtrain status @", "torchtrain verify @"),
-    *("jaxref study study.yaml --out @", "jaxref rope --config @", "jaxref ring --model @"),
+    *("jaxref study study.yaml --out @", "jaxref rope --config @"),
     *("jaxref convert @ new", "jaxref convert model @", "parity run @", "parity run gate.yaml --out @"),
     *("parity diff @ @", "parity zoo @", "parity check @", "parity check @.py:f"),
 ]
