@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -96,6 +97,18 @@ def resolve_folder(field: str, path: str | Path) -> Path:
     if os.path.lexists(real) and not real.is_dir():
         raise UserError(f"{field} {quoted(str(path))}: is a file; give the name of a folder")
     return real
+
+
+def check_no_pattern(opening: str, folder: str | Path) -> None:
+    """Refuse a folder of a data set whose path the package datasets would not take as it is written.
+
+    Raises:
+        UserError: it would read other folders, or nothing.
+    """
+    if re.search(r"[*?\[\]\n\r]|::", os.path.abspath(folder)):
+        raise UserError(
+            f"{opening}: datasets reads * ? [ ] :: and line breaks in a path as a pattern; rename the folder"
+        )
 
 
 def open_file(path: Path) -> FileIO:

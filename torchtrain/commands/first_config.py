@@ -1,6 +1,8 @@
 """`torchtrain init`: a first config for the user's documents and model, checked before it is written."""
 
+import glob
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from anchorline.files import expand, write_file
 from torchtrain.config import Config, DataConfig, Source, load_config
 from torchtrain.data import check_tokenizer
 from torchtrain.data.corpus import BadRecord, Document, read
-from torchtrain.data.files import KINDS, BadItemError, items, list_files
+from torchtrain.data.files import KINDS, BadItemError, is_url, items, list_disk, list_files
 from torchtrain.distributed.free_memory import free_memory
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 from torchtrain.planning import budget
@@ -22,6 +24,8 @@ _TEXTS = (".txt", ".md")
 _ROWS_A_STEP = 8
 _MOST_STEPS = 1000
 _LENGTH = 65_536  # largest default length of a row
+_BAD_SHARE: float = DataConfig.model_fields["bad_record_share"].default
+_MOST_KINDS = 8  # of bad records that are named
 _SHORT = 1024  # tokens of a row, for a first run on a CPU
 _GIB = 2**30
 _RECORD = '{"text": "..."}'
@@ -39,8 +43,11 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
     Raises:
         UserError: `data` has no documents, or the model does not fit. Nothing is written then.
     """
+    for field, name in (("DATA", data), ("MODEL", model), ("--out", str(out))):
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise UserError(f"{field} {quoted(name)}: is not UTF-8, and a config is; rename it")
     section, size = _find_documents(data)
-    texts, whole = _sample(section)
+    texts, whole, bad_share = _sample(section)
     folder = resolve_source(model, "cache", print, needs="tokenizer")
     own = open_config(folder)
     positions: int = own.max_position_embeddings
@@ -56,7 +63,7 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
             f"documents, or a --length of at most {tokens}"
         )
     steps = max(1, min(_MOST_STEPS, round(0.95 * tokens / (length * _ROWS_A_STEP))))
-    text = _yaml(section, model, out, length, positions, tokens, steps)
+    text = _yaml(section, bad_share, model, out, length, positions, tokens, steps)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_file(out, text.encode())
@@ -78,16 +85,30 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
 def _find_documents(data: str) -> tuple[dict[str, Any], int]:
     """Return the entry of `data.sources` for the documents, and their bytes on the disk."""
     path = expand(data)
+    every = ", ".join((*KINDS, *_TEXTS))
     if path.is_file():
         kind = "files" if path.name.endswith(KINDS) else "texts" if path.suffix in _TEXTS else None
         if kind is None:
-            raise UserError(f"DATA {quoted(data)}: is not one of {', '.join((*KINDS, *_TEXTS))}; convert it")
-        return _with_text_field({kind: str(path)}), path.stat().st_size
-    for kind, ending in itertools.chain((("files", k) for k in KINDS), (("texts", k) for k in _TEXTS)):
-        paths = sorted(path.rglob(f"*{ending}"))
-        if paths:
-            return _with_text_field({kind: f"{path}/**/*{ending}"}), sum(file.stat().st_size for file in paths)
-    raise UserError(f"DATA {quoted(data)}: the folder holds none of {', '.join((*KINDS, *_TEXTS))}; give another")
+            raise UserError(f"DATA {quoted(data)}: is not one of {every}; convert it")
+        return _with_text_field({kind: _pattern(path)}), path.stat().st_size
+    held = {ending: list_disk(_pattern(path, ending), ("",)) for ending in (*KINDS, *_TEXTS)}
+    found = [ending for ending, files in held.items() if files]
+    if not found:
+        raise UserError(f"DATA {quoted(data)}: the folder holds none of {every}; give another")
+    ending, *others = found
+    if not Path(held[ending][0].place).is_relative_to(path):
+        raise UserError(f"DATA {quoted(data)}: its pattern is the name of another folder; rename one of them")
+    if others:
+        left = ", ".join(f"{len(held[other]):,} {other}" for other in others)
+        print(f"left out  {left} files beside {len(held[ending]):,} {ending}; add a source to data.sources for them")
+    kind = "files" if ending in KINDS else "texts"
+    return _with_text_field({kind: _pattern(path, ending)}), sum(file.bytes for file in held[ending])
+
+
+def _pattern(path: Path, ending: str = "") -> str:
+    """Return a pattern that matches this file alone, or the files of a folder with this ending."""
+    pattern = glob.escape(str(path)) + (f"/**/*{ending}" if ending else "")
+    return f"./{pattern}" if is_url(pattern) else pattern
 
 
 def _with_text_field(section: dict[str, Any]) -> dict[str, Any]:
@@ -119,18 +140,27 @@ def _with_text_field(section: dict[str, Any]) -> dict[str, Any]:
     return section | {"text_field": max(fields, key=lambda name: fields[name])}
 
 
-def _sample(section: dict[str, Any]) -> tuple[list[str], bool]:
-    """Return the texts of the first records, and whether these are all."""
+def _sample(section: dict[str, Any]) -> tuple[list[str], bool, float]:
+    """Return the texts of the first records, whether these are all, and the `data.bad_record_share` for the others."""
     records = list(itertools.islice(read(Source(**section)), _SAMPLE))
     texts = [record.text for record in records if isinstance(record, Document)]
-    bad = [record for record in records if isinstance(record, BadRecord)]
-    many = len(bad) > DataConfig.model_fields["bad_record_share"].default * len(records)
-    if not texts or many:
-        first = f"; the first: {bad[0]}" if bad else ""
-        raise UserError(f"DATA: {len(bad)} of the first {len(records)} records hold no text{first}; correct them")
+    reasons: dict[str, list[BadRecord]] = {}
+    for record in records:
+        if isinstance(record, BadRecord):
+            reasons.setdefault(record.reason, []).append(record)
+    kinds = [f"{alike[0]}{f' ({len(alike)} such)' if alike[1:] else ''}" for alike in reasons.values()]
+    more = f"; and {len(kinds) - _MOST_KINDS} more kinds" if len(kinds) > _MOST_KINDS else ""
+    bad = len(records) - len(texts)
+    said = f"{bad} of the first {len(records)} records hold no text: {'; '.join(kinds[:_MOST_KINDS])}{more}"
+    if not texts or 2 * bad >= len(records):
+        raise UserError(f"DATA: {said if records else 'holds no record'}; correct or remove them")
+    share = _BAD_SHARE
+    if bad > share * len(records):
+        share = min(1.0, math.ceil(200 * bad / len(records)) / 100)
+        said += f"; the config allows twice as many (data.bad_record_share: {share:g})"
     if bad:
-        print(f"bad       {len(bad)} of the first {len(records)} records, which are left out; the first: {bad[0]}")
-    return texts, len(records) < _SAMPLE
+        print(f"left out  {said}")
+    return texts, len(records) < _SAMPLE, share
 
 
 def _memory_line(config: Config) -> str:
@@ -147,9 +177,20 @@ def _memory_line(config: Config) -> str:
     return said
 
 
-def _yaml(section: dict[str, Any], model: str, out: Path, length: int, positions: int, tokens: int, steps: int) -> str:
-    def plain(value: object) -> str:
-        return yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True).split("\n")[0]
+def _yaml(
+    section: dict[str, Any],
+    bad_share: float,
+    model: str,
+    out: Path,
+    length: int,
+    positions: int,
+    tokens: int,
+    steps: int,
+) -> str:
+    def plain(value: str) -> str:
+        seen = value.isprintable()
+        style = None if seen else '"'  # on one line
+        return yaml.safe_dump(value, default_style=style, width=1 << 20, allow_unicode=seen).split("\n")[0]
 
     first, *others = (f"{name}: {plain(value)}" for name, value in section.items())
     longer = length > positions
@@ -166,6 +207,7 @@ def _yaml(section: dict[str, Any], model: str, out: Path, length: int, positions
         "  sources:",
         f"    - {first}",
         *(f"      {other}" for other in others),
+        *([f"  bad_record_share: {bad_share:g}"] if bad_share > _BAD_SHARE else []),
         "  held_out_share: 0.05 # of the documents; their loss is measured before and after",
         "pack:",
         f"  sequence_length: {length}",

@@ -24,8 +24,8 @@ class Source(Section):
     )
     files: PathText | None = Field(
         default=None,
-        description="glob of .jsonl (also .gz or .zst) or .parquet files, or an fsspec URL such as "
-        "s3://bucket/*.jsonl.zst",
+        description="glob of .jsonl (also .gz or .zst) or .parquet files (a path that exists is no pattern), or an "
+        "fsspec URL such as s3://bucket/*.jsonl.zst",
     )
     texts: PathText | None = Field(
         default=None,

@@ -7,6 +7,7 @@ a source is split depends on the config and on what the source holds, so tokens 
 import hashlib
 import importlib
 import json
+import os
 import re
 import sys
 import unicodedata
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from anchorline import corpora
-from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.errors import UserError, one_line, quoted, quoted_reason
 from torchtrain.config import Source
 from torchtrain.data.files import (
     KINDS,
@@ -197,10 +198,11 @@ def source_name(source: Source) -> str:
         return source.domain
     pattern = source.files or source.texts
     if pattern is None:
-        return source.demo or source.dataset or ""
+        return source.demo or one_line(source.dataset or "")
     for part in reversed(Path(pattern).parts):
         stem = re.sub(r"\.(jsonl(\.gz|\.zst)?|parquet|txt)$", "", part)
-        if name := re.sub(r"\[.*?\]|[*?]", "", stem).strip("-_. /\\"):
+        name = stem if os.path.lexists(pattern) else re.sub(r"\[([*?[])\]|\[.*?\]|[*?]", r"\1", stem)  # `[?]` is a `?`
+        if name := one_line(name.strip("-_. /\\")):
             return name
     return "files"
 

@@ -2,8 +2,8 @@
 
 .jsonl files, plain or compressed (.gz, .zst), are read line by line, .parquet files and data sets a few rows at a time.
 fsspec reads URLs: s3://, gs://, hf://, https://, zip://...::... and so on. An item that cannot be read is yielded as a
-`BadItemError` with the reason. On this disk a wildcard matches no name that begins with a dot, and nothing in a folder
-that this user may not list.
+`BadItemError` with the reason. On this disk a name that exists as it is written is no pattern. A wildcard matches no
+name that begins with a dot, and nothing in a folder that this user may not list.
 """
 
 import fnmatch
@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from zipfile import BadZipFile
 import fsspec
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted, quoted_reason
-from anchorline.files import expand
+from anchorline.files import check_no_pattern, expand
 from torchtrain.config import Source
 
 KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -32,6 +33,7 @@ MOST_LINE_BYTES = 1 << 28
 _ROWS_AT_A_TIME = 256
 _HUB_SECONDS = 10.0  # in which the hub has to answer
 _MOST_REASON = 1000  # characters
+_PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 # What file systems, decompressors and datasets raise of something that cannot be listed or read.
 _FAULTS = (
     OSError,
@@ -65,12 +67,12 @@ class FileInfo:
     @property
     def name(self) -> str:
         """The last part of its path."""
-        return self.place.partition("::")[0].rpartition("/")[2]
+        return _own_path(self.place).rpartition("/")[2]
 
 
 def is_url(pattern: str) -> bool:
-    """Whether a path is a URL: it names a protocol."""
-    return "://" in pattern or "::" in pattern
+    """Whether a path is a URL: it begins with the name of a protocol, and is not there on this disk."""
+    return bool(_PROTOCOL.match(pattern)) and not os.path.lexists(pattern)
 
 
 def list_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[FileInfo]:
@@ -85,7 +87,7 @@ def list_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[FileInfo]:
     """
     shown = f"data.sources: files {quoted(pattern)}"
     try:
-        files = _list_url(pattern) if is_url(pattern) else _list_disk(pattern, kinds)
+        files = _list_url(pattern) if is_url(pattern) else list_disk(pattern, kinds)
     except UserError:
         raise
     except FileNotFoundError:
@@ -95,12 +97,13 @@ def list_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[FileInfo]:
     if not files:
         raise UserError(f"{shown} matches no file; check the path (from {Path.cwd()}) or the URL")
     for file in files:
-        if not file.place.partition("::")[0].endswith(kinds):
+        if not _ends(file.place, kinds):
             raise _not_a_file(file.place, pattern, kinds)
     return files
 
 
-def _list_disk(pattern: str, kinds: tuple[str, ...]) -> list[FileInfo]:
+def list_disk(pattern: str, kinds: tuple[str, ...]) -> list[FileInfo]:
+    """As `list_files`, of this disk; empty where nothing matches."""
     folder = expand(pattern)
     if kinds[0] and folder.is_dir():
         each = quoted(str(folder / f"*{kinds[0]}"))
@@ -118,14 +121,18 @@ def _list_disk(pattern: str, kinds: tuple[str, ...]) -> list[FileInfo]:
 
 
 def _matches(folder: str, parts: Sequence[str], above: tuple[str, ...]) -> Iterator[str]:
-    """Yield what `glob.glob(recursive=True)` yields, but enter no folder again through a link below it."""
+    """Yield what `glob.glob(recursive=True)` yields, but take a name that is there as it is, and enter no folder again
+    through a link below it.
+    """
     if not parts:
         yield folder
         return
     part, *rest = parts
+    literal = os.path.join(folder, part)
+    if os.path.lexists(literal) and part != "**":
+        yield from _matches(literal, rest, above)
+        return
     if not glob.has_magic(part):
-        if os.path.lexists(inner := os.path.join(folder, part)):
-            yield from _matches(inner, rest, above)
         return
     try:
         names = sorted(os.listdir(folder or os.curdir))
@@ -146,7 +153,8 @@ def _matches(folder: str, parts: Sequence[str], above: tuple[str, ...]) -> Itera
 def _list_url(pattern: str) -> list[FileInfo]:
     first, *rest = pattern.split("::")
     system, path = fsspec.core.url_to_fs(pattern)
-    matches = system.glob(path, detail=True)
+    there = glob.has_magic(path) and system.isfile(path)
+    matches: Any = {path: system.info(path)} if there else system.glob(path, detail=True)
     files = []
     for name in sorted(matches):
         info = matches[name] if matches[name].get("size") is not None else system.info(name)
@@ -311,8 +319,12 @@ def _shown(place: str) -> str:
 
 
 def _ends(place: str, suffix: str | tuple[str, ...]) -> bool:
-    """Whether a file's name ends so; of a URL in a URL (zip://a.jsonl::file.zip) the first counts."""
-    return place.partition("::")[0].endswith(suffix)
+    return _own_path(place).endswith(suffix)
+
+
+def _own_path(place: str) -> str:
+    """Return the path that names a file: of a URL in a URL (zip://a.jsonl::file.zip) the first."""
+    return place.partition("::")[0] if is_url(place) else place
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------
@@ -356,7 +368,9 @@ def _load_dataset(source: Source, streaming: bool) -> Any:
     import datasets
 
     assert source.dataset is not None
-    if not os.path.isdir(source.dataset):
+    if os.path.isdir(source.dataset):
+        check_no_pattern(f"data.sources: dataset {quoted(source.dataset)}", source.dataset)
+    else:
         _check_hub(source)
     folder = Path(source.dataset, source.subset or "")
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from anchorline import settings
 from anchorline.errors import UserError, quoted
-from anchorline.files import expand
+from anchorline.files import check_no_pattern, expand
 from torchtrain.config import MOST_TOKENS, Count, Name, PathText, Section, Source
 
 # RULER's tasks as they are now, in RULER's order, and the tokens a model may generate for each.
@@ -143,6 +143,7 @@ def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:
     for name, folder in suite.data.items():
         if not expand(folder).is_dir():
             raise UserError(f"data.{name} {quoted(folder)}: there is no such folder; correct it or leave it out")
+        check_no_pattern(f"data.{name} {quoted(folder)}", expand(folder))
     return suite
 
 

@@ -20,8 +20,9 @@ import zstandard
 from anchorline.errors import UserError
 from torchtrain.config import Source
 from torchtrain.data import files
-from torchtrain.data.corpus import BadRecord, Document, list_parts, read
+from torchtrain.data.corpus import BadRecord, Document, list_parts, read, source_name
 from torchtrain.data.files import count_shards, items, list_files
+from torchtrain.evaluation.suite import load_suite
 from torchtrain.tests.data_fixtures import write_jsonl
 from torchtrain.tests.tiny import refused
 
@@ -69,6 +70,55 @@ def test_a_pattern_means_what_glob_means(tree, monkeypatch, pattern, absolute):
     expected = sorted({Path(name) for name in glob.glob(pattern, recursive=True)})
     assert expected
     assert [Path(file.place) for file in list_files(pattern)] == expected
+
+
+ODD_NAMES = ["texts[1]", "q?", "s*", "[!a]", "c::d", "http::x", "x\ny", "l [b]\t", "**b", "b[2].jsonl"]
+
+
+@pytest.mark.parametrize("kind", ["files", "texts", "file://"])
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch, name, kind):
+    """Beside it are what it matches as a pattern, and what fsspec would take it for."""
+    monkeypatch.chdir(tmp_path)
+    for place in (name, "texts1", "qa", "sa", "b", "cd", "l b\t", "lb", "b2.jsonl"):
+        path = Path(place) / "a.jsonl" if not place.endswith(".jsonl") else Path(place)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"text": place}))
+    own = name if name.endswith(".jsonl") else f"{name}/a.jsonl"
+    folder = f"./{Path(own).parent}"
+    patterns = {own, str(tmp_path / own), f"./{own}", f"{folder}/*.jsonl", f"{glob.escape(folder)}/**/a.jsonl"}
+    if name.endswith(".jsonl"):
+        patterns = {own, str(tmp_path / own), glob.escape(own)}
+    if kind == "file://":
+        patterns = {f"file://{tmp_path / own}"} if "::" not in name else set()
+    for pattern in patterns:
+        (file,) = list_files(pattern)
+        source = Source(**{"texts" if kind == "texts" else "files": pattern})
+        (document,) = read(source)
+        assert (json.loads(document.text)["text"] if kind == "texts" else document.text) == name, pattern
+        assert file.name == Path(own).name
+        assert document.domain.isprintable()
+
+
+def test_sources_of_odd_names_have_their_own_domains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a[1].jsonl", "a[2].jsonl"):
+        Path(name).write_text("")
+    names = ("a[1].jsonl", "a[2].jsonl", "q[?]/*.jsonl", "t[[]1]/*", "b[12]/*.jsonl")
+    assert [source_name(Source(files=name)) for name in names] == ["a[1]", "a[2]", "q?", "t[1]", "b"]
+
+
+@pytest.mark.parametrize("name", ["set[1]", "q?", "s*", "c::d", "x\ny"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_that_datasets_would_read_as_a_pattern_is_refused(tmp_path, name, streaming):
+    for place in (name, "set1", "qa", "sa"):
+        (tmp_path / place).mkdir()
+        write_jsonl(tmp_path / place / "train.jsonl", [{"text": place}])
+    message = refusal(Source(dataset=str(tmp_path / name), streaming=streaming))
+    assert "in a path as a pattern; rename the folder" in message
+    (tmp_path / "suite.yaml").write_text(json.dumps({"tasks": ["mmlu"], "data": {"mmlu": str(tmp_path / name)}}))
+    with pytest.raises(UserError, match=r"data\.mmlu .*; rename the folder"):
+        load_suite(tmp_path / "suite.yaml")
 
 
 def test_a_loop_of_links_is_left(tree):

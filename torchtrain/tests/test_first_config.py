@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from torchtrain.cli import app, main
 from torchtrain.config import load_config
+from torchtrain.data.corpus import read
 from torchtrain.run.export import model_card
+from torchtrain.tests.test_files import ODD_NAMES
 from torchtrain.tests.tiny import POSITIONS
 
 
@@ -56,6 +58,56 @@ def test_short_rows_leave_the_models_length_in_its_card():
     assert 'base_model: "HuggingFaceTB/SmolLM2-135M-Instruct"' in card
 
 
+@pytest.mark.parametrize("name", [*ODD_NAMES, "amb[1]", "bad\udcff"])
+def test_init_writes_the_pattern_of_the_documents_it_was_given(model_folder, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for place in dict.fromkeys([name, "texts1", "qa", "sa", "b", "amb[[]1]", "b2.jsonl"]):
+        path = Path(place) / "a.jsonl" if not place.endswith(".jsonl") else Path(place)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"text": f"{place} {'x' * 200}"}, ensure_ascii=True))
+    told = call("init", name, model_folder(), "--out", "a.yaml", "--length", "64")
+    if refusal := {"amb[1]": "its pattern is the name of another folder", "bad\udcff": "is not UTF-8"}.get(name):
+        assert told.exit_code == 2
+        assert refusal in told.stderr
+        return
+    assert told.exit_code == 0, told.output
+    (source,) = load_config("a.yaml").data.sources
+    assert [record.text.rpartition(" ")[0] for record in read(source)] == [name]
+
+
+def test_init_says_what_it_leaves_out(model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good, binary = json.dumps({"text": "x" * 200}), b"\x00\xff\xfe"
+    for place in ("both/a.jsonl", "both/b.txt", "both/in/c.txt", "both/d.md", "binary/a.txt", "binary/b.txt"):
+        Path(place).parent.mkdir(exist_ok=True)
+        Path(place).write_text(good)
+    (tmp_path / "binary" / "c.txt").write_bytes(binary)
+    odd = [
+        '{"text": null}',
+        '{"text": 3}',
+        "x",
+        "[1]",
+        '{"text": " "}',
+        '{"a":1}',
+        '{"text":"a" "b"}',
+        '{"text": null}',
+    ]
+    (tmp_path / "odd.jsonl").write_text("\n".join([good] * 20 + odd))
+    (tmp_path / "half.jsonl").write_text("\n".join([good] * 8 + odd))
+    shares = {}
+    for name in ("both", "binary", "odd.jsonl", "half.jsonl"):
+        shares[name] = call("init", name, model_folder(), "--out", f"{name}.yaml", "--length", "64")
+    assert "left out  2 .txt, 1 .md files beside 1 .jsonl; add a source to data.sources" in shares["both"].stdout
+    assert "left out  1 of the first 3 records hold no text: binary/c.txt: is not UTF-8; the" in shares["binary"].stdout
+    assert load_config("binary.yaml").data.bad_record_share == 0.67
+    said = shares["odd.jsonl"].stdout
+    for part in ("odd.jsonl:21: 'text' is null (2 such)", ":22: 'text' is not a string", ":27: is not JSON: Expecting"):
+        assert part in said
+    assert load_config("odd.jsonl.yaml").data.bad_record_share == 0.58
+    assert shares["half.jsonl"].exit_code == 2
+    assert "DATA: 8 of the first 16 records hold no text: half.jsonl:9: 'text' is null" in shares["half.jsonl"].stderr
+
+
 @pytest.mark.parametrize(
     ("data", "model", "out", "message"),
     [
@@ -69,7 +121,7 @@ def test_short_rows_leave_the_models_length_in_its_card():
             "DATA broken.jsonl:2: is not JSON: Expecting ',' delimiter at character 14; ",
         ),
         ("words.jsonl", None, "a.yaml", "DATA words.jsonl:1: is no object; write one such as {"),
-        ("half.jsonl", None, "a.yaml", "DATA: 1 of the first 2 records hold no text; the first: half.jsonl:2: is not "),
+        ("half.jsonl", None, "a.yaml", "DATA: 1 of the first 2 records hold no text: half.jsonl:2: is not "),
         ("docs.jsonl", None, "a.yaml", "longer than all documents together, about 7 tokens; give more documents, or a"),
         ("blank.jsonl", None, "a.yaml", "DATA 'blank.jsonl': holds no record; give documents"),
         ("docs.jsonl", "/no/such", "a.yaml", "no folder with a config.json here"),
