@@ -5,15 +5,14 @@ waits first, because rank 0 may print the same one. A rank without a message exi
 """
 
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from anchorline.command import INTERRUPTED, MISTAKE, Leave
 from anchorline.errors import UserError, one_line, quoted
-from torchtrain.distributed.signals import ignore_signal
-from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, TasksUnfinished, Terminated
+from torchtrain.distributed.signals import ignore_signals
+from torchtrain.errors import OtherRankFailed, RankLost, TasksUnfinished, Terminated
 
 _SECONDS_BEFORE_MESSAGE = 2.0
 _SECONDS_BEFORE_EXIT = 5.0
@@ -32,13 +31,13 @@ def report_once() -> Iterator[None]:
         raise Leave(message, MISTAKE) from None
     except OtherRankFailed as error:
         # torchrun sends SIGTERM, which would change the exit code.
-        with ignore_signal(signal.SIGTERM):
+        with ignore_signals():
             time.sleep(_SECONDS_BEFORE_EXIT)
         raise Leave("", error.code) from None
     except (RankLost, TasksUnfinished) as error:
         raise Leave(str(error), 1) from None
     except Terminated as error:
-        raise Leave(str(error), TERMINATED) from None
+        raise Leave(str(error), error.code) from None
     except RuntimeError as error:
         if not _is_memory(error):
             raise

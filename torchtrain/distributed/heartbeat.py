@@ -7,7 +7,6 @@ on every node, and one rank alone prints it. The thread goes on while the progra
 """
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -17,10 +16,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from anchorline.command import INTERRUPTED
 from anchorline.errors import UserError
-from torchtrain.distributed.signals import ignore_signal
-from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, Terminated
+from torchtrain.distributed.signals import ignore_signals
+from torchtrain.errors import OtherRankFailed, RankLost, Terminated
 
 # Seconds between two signs of life, and without one until a rank counts as lost. torchrun kills the processes of a node
 # 30 s after one of them ended; the message must come before.
@@ -41,7 +39,7 @@ def heartbeat(rank: int, size: int) -> Iterator[None]:
         size: the number of processes; with one, nothing happens.
 
     Raises:
-        OtherRankFailed: in place of `RankLost` or an interruption, where another rank prints the reason.
+        OtherRankFailed: in place of `RankLost`, where another rank prints the reason.
         Terminated: as the block raised it, without its message where another rank prints the reason.
     """
     if size == 1:
@@ -53,25 +51,20 @@ def heartbeat(rank: int, size: int) -> Iterator[None]:
         yield
     except BaseException as error:
         agreed = isinstance(error, Terminated) and error.agreed
-        with ignore_signal(signal.SIGTERM):
+        with ignore_signals():
             thread.stop(None if agreed else f"{rank} {_exit_code(error)}", wait=True)
-        interrupted = isinstance(error, KeyboardInterrupt)
-        if thread.other_code is None:
-            if interrupted:
-                raise KeyboardInterrupt(f"rank {rank}: interrupted") from None
-        elif isinstance(error, Terminated) and not agreed:
-            raise Terminated("") from None
-        elif interrupted or isinstance(error, RankLost):
-            raise OtherRankFailed("another rank prints the reason", thread.other_code) from None
+        if thread.other_code is not None and not agreed:
+            if isinstance(error, Terminated):
+                raise Terminated("", error.code) from None
+            if isinstance(error, RankLost):
+                raise OtherRankFailed("another rank prints the reason", thread.other_code) from None
         raise
     thread.stop(None)
 
 
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, Terminated):
-        return TERMINATED
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
+        return error.code
     return 2 if isinstance(error, UserError) else 1
 
 

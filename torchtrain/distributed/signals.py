@@ -5,9 +5,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-_EXITS = {signal.SIGTERM: (143, "stopped by SIGTERM"), signal.SIGINT: (130, "interrupted")}
+# What a run obeys, by one rule: its name, how the run ended, and the exit code, 128 + the signal, as shells have it.
+SIGNALS = {signal.SIGTERM: ("SIGTERM", "stopped by SIGTERM", 143), signal.SIGINT: ("Ctrl-C", "interrupted", 130)}
 _STOP = b"\0"  # stops the thread; no signal has this number
 
 
@@ -43,16 +44,13 @@ def call_on_signal(handle: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextmanager
-def ignore_signal(number: signal.Signals) -> Iterator[None]:
-    """Ignore a signal while the block runs: torchrun sends SIGTERM and Ctrl-C to processes that are ending already."""
-    if threading.current_thread() is not threading.main_thread():
+def ignore_signals() -> Iterator[None]:
+    """Ignore `SIGNALS` while the block runs: torchrun sends SIGTERM to processes that are ending already."""
+    with ExitStack() as before:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                before.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
         yield
-        return
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
 
 
 def exit_on_signal(rank: int, address: str) -> AbstractContextManager[None]:
@@ -64,8 +62,8 @@ def exit_on_signal(rank: int, address: str) -> AbstractContextManager[None]:
     """
 
     def handle(number: int) -> None:
-        if number in _EXITS:
-            code, how = _EXITS[signal.Signals(number)]
+        if number in SIGNALS:
+            _, how, code = SIGNALS[signal.Signals(number)]
             sys.stderr.write(f"torchtrain: rank {rank}: {how} while it waited for the other processes at {address}\n")
             sys.stderr.flush()
             os._exit(code)

@@ -7,7 +7,6 @@ rank finds under `World.together` stops all of them.
 
 import itertools
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.checkpoint.state import fill_masters, state_of
 from torchtrain.config import Config
 from torchtrain.distributed.layout import check_layout
+from torchtrain.distributed.signals import SIGNALS
 from torchtrain.distributed.world import World, join
 from torchtrain.errors import Terminated
 from torchtrain.marks import IGNORED, PADDING
@@ -39,7 +39,7 @@ from torchtrain.run.report import Journal, check_writers, make_progress_printer
 from torchtrain.run.session import Session
 from torchtrain.run.setup import Setup, set_up
 from torchtrain.run.steps import check_finite, take_steps
-from torchtrain.run.termination import Termination, answer_interrupts
+from torchtrain.run.termination import Termination
 from torchtrain.run.verify import describe_training
 from torchtrain.training.determinism import deterministic
 from torchtrain.training.held_out import HeldOut, measure_held_out
@@ -47,6 +47,10 @@ from torchtrain.training.strategy import make_strategy
 
 if TYPE_CHECKING:
     from torchtrain.evaluation.on_the_way import TrainingEvaluation
+
+# Seconds of a step above which a signal does not wait for its end: torchrun kills 30 s after it handed a signal on, in
+# which the save must end, too.
+_LONG = 10.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def train(
         UserError: something does not fit, and then no run folder was made; or a step is bad
             (`torchtrain.training.guard`), or a checkpoint cannot be written.
         OtherRankFailed: another rank has an error, and prints it.
-        Terminated: SIGTERM was obeyed, and the last step is saved.
+        Terminated: SIGTERM or Ctrl-C was obeyed, and the last step is saved.
     """
     started = time.perf_counter() if started is None else started
     with Termination() as termination, _join(config) as world, ExitStack() as locks:
@@ -139,14 +143,15 @@ class Trainer:
     ) -> None:
         self.config, self.world, self.termination, self.started = config, world, termination, started
         self.leads = world.rank == 0
-        # torchrun sends Ctrl-C a second time, and kills after 30 s: only a process of its own finishes its step then.
-        self.alone = world.size == 1 and "RANK" not in os.environ
         self.console = (console or Console(stderr=True)) if self.leads else Console(quiet=True)
         self.log = partial(self.console.print, markup=False, highlight=False, soft_wrap=True)
         with world.together():
             self.folder = RunFolder(config.run.folder)
         self.opening = Opening(config, self.folder, world, termination, self.log)
         self.evaluation: TrainingEvaluation | None = None
+        self.session: Session | None = None
+        self.step_seconds = math.inf  # of the last step, the same on all ranks
+        termination.answer, termination.leave = self._answer, partial(self.console.show_cursor, True)
 
     def check(self, new: bool) -> None:
         """Check what needs neither model nor data; of a new run also that nothing has been evaluated yet."""
@@ -189,19 +194,19 @@ class Trainer:
         config, folder = self.config, self.folder
         counter = FlopCounter.of(setup.model)
         strategy = make_strategy(setup.model, setup.engine, config, self.world)
-        with Journal(config.log, folder, self.world, self.console) as journal, ExitStack() as answering:
+        with Journal(config.log, folder, self.world, self.console) as journal:
             session = Session(config, folder, setup, strategy, journal.metrics, journal.timing, self.log)
+            self.session = session
             if checkpoint is not None:
                 session.resume(checkpoint)
             elif masters := fill_masters(state_of(strategy), setup.weights):
                 self.log(f"masters   {masters}")
             journal.open_writers(session.step, config)
-            answering.enter_context(self._answer_interrupts(session))
             before = session.before = session.before or self._measure_held_out(session, journal, counter=counter)
             tokens_before, seconds = session.tokens_seen, 0.0
             journal.begin_steps(session.step, config.train.steps, self.started, resumed=checkpoint is not None)
             with self._finish_save_on_error(session):
-                with self.termination.defer(interrupts=self.alone):
+                with self.termination.defer():
                     session.export_if_kept()  # the run may have been killed between the last save and its export
                     self._evaluate(session)
                     for step in take_steps(
@@ -213,7 +218,9 @@ class Trainer:
                         session.step,
                         session.tokens_seen,
                         journal.display.note_part,
+                        self._stops_within,
                     ):
+                        self.step_seconds = step.seconds
                         session.note(step.number, step.tokens_seen)
                         journal.write_step(step)
                         seconds += step.seconds
@@ -222,6 +229,7 @@ class Trainer:
                         session.export_if_kept()
                         self._check_stop(session)
                         self._evaluate(session)
+                    self._check_stop(session)
                     after = self._measure_held_out(session, journal, lambda: self._check_stop(session))
                     session.finish_saves()
                     self._check_stop(session)
@@ -295,25 +303,26 @@ class Trainer:
             f"{train.steps:,} steps of {step:,.0f} s, then {seconds:,.0f} s for held-out documents again"
         )
 
-    @contextmanager
-    def _answer_interrupts(self, session: Session) -> Iterator[None]:
-        """Say at once what Ctrl-C does; torchrun sends it twice, so one process alone answers."""
-        if not self.alone:
-            yield
-            return
+    def _answer(self, name: str) -> None:
+        """Say at once what a signal of this name does."""
+        how, kept = "ends when the operation that runs now is done", ""
+        if self.session is not None and self.termination.deferred:
+            how = "finishes the step that runs now, saves it, and ends"
+            if self.step_seconds > _LONG:
+                how = "ends after the micro-batch that runs now, and saves the steps that are done"
+            saved = self.session.last_saved
+            kept = "; no step is saved so far" if saved is None else f"; step {saved:,} is saved so far"
+        self.log(f"{name:<10}the run {how}{kept}; {name} again ends it at once")
 
-        def answer() -> None:
-            kept = "no step is saved" if session.last_saved is None else f"step {session.last_saved:,} is saved"
-            how = "ends when the operation that runs now is done"
-            if self.termination.deferred:
-                how = "finishes the step that runs now, saves it, and ends"
-            self.log(f"Ctrl-C    the run {how}; {kept} so far; Ctrl-C again ends it at once")
-
-        with answer_interrupts(answer, lambda: self.console.show_cursor(True)):
-            yield
+    def _stops_within(self) -> bool:
+        """Whether to leave a step between two of its micro-batches: any rank got a signal, and the step is long."""
+        if self.step_seconds <= _LONG:
+            return False
+        (asked,) = self.world.sum([float(self.termination.asked is not None)])
+        return asked > 0
 
     def _evaluate(self, session: Session) -> None:
-        """Run the suite of `evaluation` if it is due after this step. SIGTERM is obeyed between two batches.
+        """Run the suite of `evaluation` if it is due after this step. A signal is obeyed between two batches.
 
         Raises:
             UserError, OtherRankFailed, Terminated: as `_check_stop`. A failed evaluation is logged
@@ -326,24 +335,22 @@ class Trainer:
             )
 
     def _check_stop(self, session: Session) -> None:
-        """Between two steps: finish a save that all ranks have written, and save and stop if any rank got SIGTERM.
+        """Between two steps: finish a save that all ranks have written, and save and stop if any rank got a signal.
 
         Raises:
             UserError, OtherRankFailed: a save could not be written.
-            KeyboardInterrupt: one process was sent Ctrl-C.
             Terminated: on all ranks.
         """
-        asked, written = self.world.sum([float(self.termination.asked), float(session.written)])
+        asked = [float(self.termination.asked == number) for number in SIGNALS]
+        *asked, written = self.world.sum([*asked, float(session.written)])
         if written == self.world.size:
             session.finish_saves()
-        if asked:
-            session.save(wait=True)
-            by = "Ctrl-C" if self.termination.interrupted else "SIGTERM"
-            saved = f"stopped by {by} after step {session.step}, which is saved"
-            advice = f"to resume: torchtrain resume {self.folder.path}"
-            if self.termination.interrupted:
-                raise KeyboardInterrupt(f"{saved}; {advice}")
-            raise Terminated(f"{saved}; {advice}" if self.leads else "", agreed=True)
+        for (name, _, code), ranks in zip(SIGNALS.values(), asked, strict=True):
+            if ranks:
+                session.save(wait=True)
+                saved = f"after step {session.step}, which is saved" if session.step else "in step 1; nothing is saved"
+                message = f"stopped by {name} {saved}; to resume: torchtrain resume {self.folder.path}"
+                raise Terminated(message if self.leads else "", code, agreed=True)
 
     @contextmanager
     def _finish_save_on_error(self, session: Session) -> Iterator[None]:

@@ -1,9 +1,8 @@
 """The state of a run between two steps: it is saved, resumed, and exported."""
 
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress,
 from torchtrain.checkpoint.state import RankState, State, state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config
-from torchtrain.distributed.signals import ignore_signal
 from torchtrain.distributed.world import World
-from torchtrain.errors import OtherRankFailed, Terminated
+from torchtrain.errors import OtherRankFailed
 from torchtrain.products import multiplies_in_float32
 from torchtrain.run.export import export_step
 from torchtrain.run.folder import RunFolder
@@ -103,7 +101,7 @@ class Session:
         return self._saved
 
     def save(self, wait: bool = False) -> None:
-        """Save a checkpoint of this step, unless this step was resumed or saved last.
+        """Save a checkpoint of this step, unless this step was resumed or saved last, or none was taken.
 
         With `save.asynchronous` the state is copied to host memory here, and written while training continues. An
         earlier save is waited for first. The checkpoint is sure to exist once `finish_saves` has returned.
@@ -115,7 +113,7 @@ class Session:
             UserError: it, or the one before, cannot be written; see `Checkpoints.save`. Or weights or moments are not
                 finite, and nothing is saved.
         """
-        if self._begun == self.step:
+        if self.step in (0, self._begun):
             if wait:
                 self.finish_saves()
             return
@@ -215,15 +213,15 @@ class Session:
         except BaseException as error:
             fault: BaseException | None = None
             if self._background.busy:
+                self._log(f"waiting   for the checkpoint of step {self._begun:,}")
                 try:
-                    with self._last_interrupt():
-                        self.finish_saves()
+                    self.finish_saves()
                 except BaseException as failure:
                     fault = failure
             if isinstance(fault, UserError):
                 if isinstance(error, UserError):
                     raise UserError(f"{error}; {fault}") from None
-                if isinstance(error, KeyboardInterrupt | Terminated | OtherRankFailed):
+                if isinstance(error, KeyboardInterrupt | OtherRankFailed):
                     raise fault from None
                 error.add_note(f"Besides: {fault}")
             raise
@@ -254,14 +252,6 @@ class Session:
         """Export this step's model if it is one of those that `save.last` keeps; the trained one comes later."""
         if self.step in self._config.save.exports(self._config.train.steps):
             self.export(self._folder.exports / f"step-{self.step:08d}")
-
-    def _last_interrupt(self) -> AbstractContextManager[None]:
-        """Log that a save is waited for. On one process another Ctrl-C gives it up; torchrun repeats Ctrl-C by itself,
-        so with many processes it is ignored here. torchrun kills them after 30 s.
-        """
-        alone = self.strategy.world.size == 1
-        self._log(f"waiting   for the checkpoint of step {self._begun:,}" + ("; Ctrl-C gives it up" if alone else ""))
-        return nullcontext() if alone else ignore_signal(signal.SIGINT)
 
     def _check_finite(self) -> None:
         with self.strategy.world.together():

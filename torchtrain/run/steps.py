@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anchorline.errors import UserError
+from torchtrain.checkpoint import rng
 from torchtrain.checkpoint.state import state_of
 from torchtrain.config import TrainConfig
 from torchtrain.modeling.parts import first_not_finite
@@ -21,6 +22,10 @@ from torchtrain.training.guard import Guard
 from torchtrain.training.micro_batch import make_ahead
 from torchtrain.training.step import StepResult, step_batches, take_step
 from torchtrain.training.strategy import Strategy
+
+
+class _StoppedError(Exception):
+    """A step is left between two of its micro-batches."""
 
 
 def check_finite(strategy: Strategy, when: str, advice: str) -> None:
@@ -84,8 +89,9 @@ def take_steps(
     first: int = 0,
     tokens_seen: int = 0,
     on_part: Callable[[str], None] = lambda part: None,
+    stops: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step]:
-    """Train to the end; yield each step when it is done.
+    """Train to the end, or until `stops`; yield each step when it is done.
 
     Args:
         train: settings.
@@ -96,6 +102,7 @@ def take_steps(
         first: steps done so far.
         tokens_seen: in these.
         on_part: called with how far a step is, in words, after each of its micro-batches.
+        stops: asked between two of them, on all ranks alike; True leaves the step as if it had not begun.
 
     Raises:
         UserError, OtherRankFailed: a bad step; see `Guard.leave_out`.
@@ -108,20 +115,27 @@ def take_steps(
     with closing(ahead):
         for step in steps:
             started = time.perf_counter()
-            batches = next(ahead)
-            done = itertools.count(1)
+            batches, generators = next(ahead), rng.capture()
+            numbers = itertools.count(1)
 
-            def note_part(*_: object, done: Iterator[int] = done, of: int = len(batches)) -> None:
-                on_part(f"micro-batch {next(done)} of {of}")
+            def note_part(*_: object, numbers: Iterator[int] = numbers, of: int = len(batches)) -> None:
+                number = next(numbers)
+                on_part(f"micro-batch {number} of {of}")
+                if number < of and stops():
+                    raise _StoppedError
 
-            result = take_step(strategy, batches, domains, step, train, guard.fault_of_loss, note_part)
+            try:
+                result = take_step(strategy, batches, domains, step, train, guard.fault_of_loss, note_part)
+            except _StoppedError:
+                rng.restore(generators)
+                return
             fault = result.fault or guard.fault_of_norm(result.gradient_norm)
             if fault is None:
                 guard.note_good(result.losses.overall.value)
             else:
                 _leave_out(strategy, guard, step + 1, fault, result)
             seconds = time.perf_counter() - started
-            (tokens,) = world.sum([sum(batch.tokens for batch in batches)])
+            tokens, seconds = world.sum([sum(batch.tokens for batch in batches), seconds / world.size])
             tokens = int(tokens) // world.sequence_parallel
             tokens_seen += tokens
             flops = counter.flops(tokens, result.losses.overall.tokens, result.live_pairs)

@@ -1,62 +1,67 @@
-"""SIGTERM: what a scheduler sends before it kills. Between steps it is noted, everywhere else obeyed at once.
+"""SIGTERM, which a scheduler sends before it kills, and Ctrl-C: one rule for both.
 
-And Ctrl-C, which is answered at once, even while a long operation runs.
+The first one is answered at once. Between steps it is noted, everywhere else obeyed. The second one ends the process.
 """
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import count
+from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Self
 
-from anchorline.command import INTERRUPTED
-from torchtrain.distributed.signals import call_on_signal
+from torchtrain.distributed.signals import SIGNALS, call_on_signal
 from torchtrain.distributed.world import read_ranks
 from torchtrain.errors import Terminated
+
+# Seconds in which a signal that comes again is still the first: torchrun, Slurm and timeout(1) hand it on besides.
+_RELAYED = 2.0
 
 
 class Termination:
     """Takes SIGTERM, and Ctrl-C unless the shell has switched it off, for as long as its block lasts.
 
-    Outside `defer` the signal raises `Terminated` at once, and only once, because nothing is left to save. Each rank
-    that gets the signal could print the message; the first one prints it (`torchtrain.distributed.heartbeat`).
-    `advice` says how to continue.
+    Outside `defer` the first signal raises `Terminated` at once. Each rank that gets it could print the message; the
+    first one prints it (`torchtrain.distributed.heartbeat`).
+
+    `advice` says how to continue. `answer` is called with the signal's name as soon as the first one comes, even while
+    an operation of many minutes runs; `leave` before the second one ends the process.
     """
 
     advice = "there is no run yet: start it again"
 
     def __init__(self) -> None:
-        self.asked = self.interrupted = False
-        self._noting = self._raised = self._notes_interrupts = False
-        self._before: dict[int, Any] = {}
+        self.answer: Callable[[str], object] = lambda name: None
+        self.leave: Callable[[], object] = lambda: None
+        self.asked: signal.Signals | None = None  # the first signal that came
+        self._since: float | None = None  # when that was
+        self._noting = False
+        self._open = ExitStack()
 
-    def __enter__(self) -> "Termination":
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no signals
-            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._take)
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._take_interrupt)
+            for number in SIGNALS:
+                if number == signal.SIGTERM or signal.getsignal(number) is signal.default_int_handler:
+                    self._open.callback(signal.signal, number, signal.signal(number, self._take))
+            self._open.enter_context(call_on_signal(self._answer))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        self._open.close()
 
     @contextmanager
-    def defer(self, interrupts: bool = False) -> Iterator[None]:
-        """Only set `asked` when the signal comes while the block lasts: the block ends when it suits it.
+    def defer(self) -> Iterator[None]:
+        """Only set `asked` when a signal comes while the block lasts: the block ends when it suits it.
 
-        Args:
-            interrupts: do so when Ctrl-C comes, too, and set `interrupted`.
+        Raises:
+            Terminated: one came before, and a library kept it from ending the process.
         """
-        self._noting, self._notes_interrupts = True, interrupts
-        try:
-            yield
-            self._noting = False  # not after an error: a save may still be written
-        finally:
-            self._notes_interrupts = False
+        self.obey()
+        self._noting = True
+        yield
+        self._noting = False  # not after an error: a save may still be written
 
     @property
     def deferred(self) -> bool:
@@ -68,46 +73,29 @@ class Termination:
         self._noting = True
 
     def obey(self) -> None:
-        """Obey the signal at once again, before the block of `defer` ends."""
+        """Obey signals at once again, before the block of `defer` ends.
+
+        Raises:
+            Terminated: one has come.
+        """
         self._noting = False
+        if self.asked is not None:
+            rank, _size, _local = read_ranks()
+            _, how, code = SIGNALS[self.asked]
+            raise Terminated(f"{f'rank {rank}: ' if rank else ''}{how}; {self.advice}", code)
 
-    def _take_interrupt(self, _: int, __: FrameType | None) -> None:
-        if not (self._noting and self._notes_interrupts):
-            raise KeyboardInterrupt(f"{_own_rank()}interrupted; {self.advice}")
-        self.asked = self.interrupted = True
+    def _take(self, number: int, _: FrameType | None) -> None:
+        first, self.asked = self.asked is None, self.asked or signal.Signals(number)
+        if first and not self._noting:
+            self.obey()
 
-    def _take(self, _: int, __: FrameType | None) -> None:
-        self.asked = True
-        if not self._noting and not self._raised:
-            self._raised = True
-            raise Terminated(f"{_own_rank()}stopped by SIGTERM; {self.advice}")
-
-
-def _own_rank() -> str:
-    rank, _size, _local = read_ranks()
-    return f"rank {rank}: " if rank else ""
-
-
-def answer_interrupts(answer: Callable[[], None], end: Callable[[], object]) -> AbstractContextManager[None]:
-    """Call `answer` as soon as the first Ctrl-C comes in the block, and end the process at once at the second.
-
-    Nothing happens outside of the main thread, or where the shell has switched Ctrl-C off.
-
-    Args:
-        answer: says what will happen.
-        end: called before the process ends at once.
-    """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        return nullcontext()
-    interrupts = count(1)
-
-    def handle(number: int) -> None:
-        if number != signal.SIGINT:
+    def _answer(self, number: int) -> None:
+        if number not in SIGNALS:
             return
-        if next(interrupts) == 1:
-            answer()
-        else:
-            end()
-            os._exit(INTERRUPTED)
-
-    return call_on_signal(handle)
+        name, _, code = SIGNALS[signal.Signals(number)]
+        if self._since is None:
+            self._since = time.monotonic()
+            self.answer(name)
+        elif time.monotonic() - self._since > _RELAYED:
+            self.leave()
+            os._exit(code)

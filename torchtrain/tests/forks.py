@@ -105,6 +105,9 @@ def _half(path: Path, *parts: bytes | memoryview) -> None:
 # Phase -> (module, the name in it that is replaced at the nth call, what is done first, whether the real thing comes
 # before).
 PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
+    "config": ("transformers", "AutoConfig.from_pretrained", _die, False),
+    "tokenizer": ("transformers", "AutoTokenizer.from_pretrained", _die, False),
+    "model": ("transformers", "AutoModelForCausalLM.from_pretrained", _die, False),
     "folder": ("torchtrain.run.folder", "replace_file", _die, False),
     "replacement": ("torchtrain.run.folder", "write_file", _die, False),
     "gradient": ("torchtrain.training.step", "accumulate", _die, True),

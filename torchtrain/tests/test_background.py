@@ -120,11 +120,3 @@ def test_ctrl_c_of_two_processes_while_they_save(place):
     codes = place.train("interrupt-two", *two, processes=2, at="state", nth=1, signal=signal.SIGINT)
     assert codes == [130, 130], place.log("interrupt-two")
     assert Checkpoints(place.folder / "interrupt-two" / "checkpoints").open(2) is not None
-
-
-def test_an_interrupt_of_one_rank_alone_is_said(place):
-    two = ("distributed.zero_stage=2", "distributed.sequence_parallel=2")
-    codes = place.train("interrupt-one", *two, processes=2, rank=1, at="gradient", nth=1, signal=signal.SIGINT)
-    assert codes == [130, 130], place.log("interrupt-one")
-    assert place.log("interrupt-one").count("torchtrain: ") == 1
-    assert "torchtrain: rank 1: interrupted" in place.log("interrupt-one")

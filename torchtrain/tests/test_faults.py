@@ -4,15 +4,18 @@ import errno
 import os
 import shutil
 import signal
+from contextlib import suppress
 
 import pytest
 
 from anchorline import files
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
+from torchtrain.errors import Terminated
 from torchtrain.run import recipe
 from torchtrain.run.lock import hold, is_held
 from torchtrain.run.status import status_lines
+from torchtrain.run.termination import Termination
 from torchtrain.tests.run_fixtures import (
     QUIET,
     WAITING,
@@ -23,6 +26,8 @@ from torchtrain.tests.tiny import refused
 
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
 
+# Of a run that was stopped in step 5: it keeps those of 5 and 6, and one that nothing stopped those of 4 and 6.
+OTHER_CHECKPOINTS = ("checkpoints/step-00000004/", "checkpoints/step-00000005/")
 
 @pytest.mark.parametrize(("name", "number", "code"), [("SIGTERM", signal.SIGTERM, 143), ("Ctrl-C", signal.SIGINT, 130)])
 def test_a_signal_in_a_step_saves_after_it(place, straight, name, number, code):
@@ -31,11 +36,67 @@ def test_a_signal_in_a_step_saves_after_it(place, straight, name, number, code):
     assert place.last_line(name) == (
         f"torchtrain: stopped by {name} after step 3, which is saved; to resume: torchtrain resume {folder}"
     )
-    answer = "Ctrl-C    the run finishes the step that runs now, saves it, and ends; step 2 is saved so far"
-    assert (answer in place.log(name)) == (name == "Ctrl-C")
+    how = "the run finishes the step that runs now, saves it, and ends; step 2 is saved so far"
+    assert f"{name:<10}{how}; {name} again ends it at once" in place.log(name)
     assert Checkpoints(folder / "checkpoints").steps() == [2, 3]
     assert place.resume(name) == 0
     assert_same(folder, straight)
+
+
+ALL_LONG = {"set": {"torchtrain.run.recipe._LONG": 0.0}}
+DROPOUT = ("model.lora.rank=2", "model.lora.dropout=0.5")  # draws random numbers in every micro-batch
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nth", "steps", "number", "code", "how"),
+    [
+        ((), 1, [], signal.SIGTERM, 143, "SIGTERM in step 1; nothing is saved"),
+        ((), 4, [2, 3], signal.SIGINT, 130, "Ctrl-C after step 3, which is saved"),
+        (DROPOUT, 1, [], signal.SIGINT, 130, "Ctrl-C in step 1; nothing is saved"),
+        (DROPOUT, 3, [2], signal.SIGTERM, 143, "SIGTERM after step 2, which is saved"),
+        (DROPOUT, 6, [4, 5], signal.SIGTERM, 143, "SIGTERM after step 5, which is saved"),
+    ],
+)
+def test_a_signal_in_a_long_step_does_not_wait_for_its_end(place, straight, overrides, nth, steps, number, code, how):
+    """The step is taken again, with the same bits. The first step counts as long."""
+    if overrides and not (place.folder / "straight-dropout").exists():
+        assert place.train("straight-dropout", *overrides) == 0
+    name = f"long-{len(overrides)}-{nth}"
+    more = ALL_LONG if nth > 1 else {}
+    assert place.train(name, WAITING, *overrides, at="gradient", nth=nth, signal=number, **more) == code
+    folder = place.folder / name
+    assert place.last_line(name) == f"torchtrain: stopped by {how}; to resume: torchtrain resume {folder}"
+    saved = f"step {steps[0]} is saved so far" if steps else "no step is saved so far"
+    answer = f"the run ends after the micro-batch that runs now, and saves the steps that are done; {saved}; "
+    assert answer in place.log(name)
+    assert Checkpoints(folder / "checkpoints").steps() == steps
+    assert place.resume(name) == 0
+    assert_same(folder, place.folder / "straight-dropout" if overrides else straight, but=OTHER_CHECKPOINTS)
+
+
+@pytest.mark.parametrize(
+    ("phase", "number", "said"),
+    [
+        ("config", signal.SIGTERM, "stopped by SIGTERM"),
+        ("tokenizer", signal.SIGTERM, "stopped by SIGTERM"),
+        ("model", signal.SIGTERM, "stopped by SIGTERM"),
+        ("model", signal.SIGINT, "interrupted"),
+    ],
+)
+def test_no_library_takes_a_signal_for_its_own_error(place, phase, number, said):
+    name = f"reading-{phase}"
+    assert place.train(name, at=phase, signal=number) == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert place.last_line(name) == f"torchtrain: {said}; there is no run yet: start it again"
+
+
+def test_a_signal_that_a_library_swallows_is_obeyed_before_the_first_step():
+    """As in a destructor, from which Python lets no exception out."""
+    with Termination() as termination:
+        termination.advice = "to resume"
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Terminated, match="^stopped by SIGTERM; to resume$"), termination.defer():
+            pytest.fail("the steps began")
 
 
 @pytest.mark.parametrize(
@@ -78,10 +139,6 @@ def test_sigterm_before_there_is_a_run(place):
     assert place.train("term-early", at="folder", signal=signal.SIGTERM) == 143
     assert place.last_line("term-early") == "torchtrain: stopped by SIGTERM; there is no run yet: start it again"
     assert not (place.folder / "term-early").exists()
-
-
-# Of a run that was stopped in step 5: it keeps those of 5 and 6, and one that nothing stopped those of 4 and 6.
-OTHER_CHECKPOINTS = ("checkpoints/step-00000004/", "checkpoints/step-00000005/")
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
@@ -139,9 +196,9 @@ def test_a_run_that_was_taken_up_earlier_has_no_other_future(place, straight, in
     them up.
     """
     folder = place.folder / interrupted
-    assert place.resume(interrupted, "--step", "0", at="gradient", nth=1, signal=signal.SIGTERM) == 143
-    assert "after step 1, which is saved" in place.last_line(interrupted)
-    assert Checkpoints(folder / "checkpoints").steps() == [1]
+    assert place.resume(interrupted, "--step", "0", at="gradient", nth=3, signal=signal.SIGTERM) == 143
+    assert "after step 3, which is saved" in place.last_line(interrupted)
+    assert Checkpoints(folder / "checkpoints").steps() == [2, 3]
     assert not (folder / "exports").exists() or not list((folder / "exports").iterdir())
     assert place.resume(interrupted) == 0
     assert_same(folder, straight)

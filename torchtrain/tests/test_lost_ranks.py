@@ -84,24 +84,47 @@ def test_a_process_killed_while_both_save(place, straight_on_two):
     assert_same(place.folder / "two-state", straight_on_two)
 
 
-def test_sigterm_to_one_of_two_processes_saves_on_both(place):
-    codes = place.train("two-term", *TWO, processes=2, at="gradient", nth=3, rank=1, signal=signal.SIGTERM)
-    assert codes == [143, 143]
-    told = [line for line in place.log("two-term").splitlines() if line.startswith("torchtrain:")]
+@pytest.mark.parametrize(
+    ("name", "number", "code", "ranks", "long", "saved"),
+    [
+        ("SIGTERM", signal.SIGTERM, 143, {"rank": 1}, False, 3),
+        ("SIGTERM", signal.SIGTERM, 143, {"rank": 1}, True, 2),
+        ("Ctrl-C", signal.SIGINT, 130, {}, False, 3),
+        ("Ctrl-C", signal.SIGINT, 130, {"rank": 0}, True, 2),
+    ],
+)
+def test_a_signal_to_one_or_both_of_two_processes_saves_on_both(
+    place, straight_on_two, name, number, code, ranks, long, saved
+):
+    run = f"two-{name}-{long}"
+    constants = {"set": {"torchtrain.run.recipe._LONG": 0.0 if long else 1e9}}
+    codes = place.train(run, *TWO, processes=2, at="gradient", nth=3, signal=number, **ranks, **constants)
+    assert codes == [code, code], place.log(run)
+    told = [line for line in place.log(run).splitlines() if line.startswith("torchtrain:")]
     assert len(told) == 1
-    assert "stopped by SIGTERM after step 3, which is saved" in told[0]
-    assert Checkpoints(place.folder / "two-term" / "checkpoints").open(3) is not None
+    assert f"stopped by {name} after step {saved}, which is saved" in told[0]
+    assert Checkpoints(place.folder / run / "checkpoints").open(saved) is not None
+    assert place.resume(run, processes=2) == [0, 0], place.log(run)
+    assert_same(place.folder / run, straight_on_two)
 
 
-@pytest.mark.parametrize(("ranks", "agent"), [({"rank": 1}, False), ({"rank": 0}, True), ({}, True)])
-def test_sigterm_outside_a_step_is_told_by_one(place, straight_on_two, ranks, agent):
-    """Whichever process it comes to, and whether torchrun then sends it to the other as well or not."""
-    name = f"term-outside-{ranks.get('rank')}-{agent}"
-    kill: dict[str, Any] = {"at": "evaluation", "nth": 1, "signal": signal.SIGTERM, **ranks}
+@pytest.mark.parametrize(
+    ("ranks", "agent", "number", "code", "said"),
+    [
+        ({"rank": 1}, False, signal.SIGTERM, 143, "stopped by SIGTERM"),
+        ({"rank": 0}, True, signal.SIGTERM, 143, "stopped by SIGTERM"),
+        ({}, True, signal.SIGTERM, 143, "stopped by SIGTERM"),
+        ({}, True, signal.SIGINT, 130, "interrupted"),
+    ],
+)
+def test_a_signal_outside_a_step_is_told_by_one(place, straight_on_two, ranks, agent, number, code, said):
+    """Whichever process it comes to, and whether torchrun then sends SIGTERM to the other as well or not."""
+    name = f"outside-{ranks.get('rank')}-{agent}-{code}"
+    kill: dict[str, Any] = {"at": "evaluation", "nth": 1, "signal": number, **ranks}
     codes = place.train(name, *TWO, processes=2, set=QUICK, agent=agent, **kill)
-    assert codes == [143, 143], place.log(name)
+    assert codes == [code, code], place.log(name)
     (line,) = [line for line in place.log(name).splitlines() if line.startswith("torchtrain: ")]
-    advice = f"stopped by SIGTERM; to resume from the last checkpoint: torchtrain resume {place.folder / name}"
+    advice = f"{said}; to resume from the last checkpoint: torchtrain resume {place.folder / name}"
     assert line in (f"torchtrain: {advice}", f"torchtrain: rank 1: {advice}")
     if "rank" in ranks and not agent:
         assert ("rank 1" in line) == (ranks["rank"] == 1)

@@ -156,25 +156,46 @@ def test_a_run_without_checkpoints_begins_anew(place, straight):
 
 
 # One operation of many minutes, in which Python handles no signal. A shell may have switched Ctrl-C off for a test.
-# The handler raises nothing: a signal that comes between "ready" and the operation must not end the block.
 LONG = """
-import hashlib, signal
-from torchtrain.run.termination import answer_interrupts
-signal.signal(signal.SIGINT, lambda *_: None)
-with answer_interrupts(lambda: print("answered", flush=True), lambda: print("ending", flush=True)):
+import hashlib, sys
+from torchtrain.run import termination
+termination._RELAYED = float(sys.argv[1])
+with termination.Termination() as taken, taken.defer():
+    taken.answer = lambda name: print(name, flush=True)
+    taken.leave = lambda: print("ending", flush=True)
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)
 """
 
 
-def test_ctrl_c_is_answered_inside_a_long_operation_and_a_second_one_ends_it():
-    with subprocess.Popen([sys.executable, "-c", LONG], stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize(
+    ("first", "second", "name", "code"),
+    [
+        (signal.SIGINT, signal.SIGINT, "Ctrl-C", 130),
+        (signal.SIGTERM, signal.SIGTERM, "SIGTERM", 143),
+        (signal.SIGINT, signal.SIGTERM, "Ctrl-C", 143),
+    ],
+)
+def test_a_signal_is_answered_inside_a_long_operation_and_a_second_one_ends_it(first, second, name, code):
+    with subprocess.Popen([sys.executable, "-c", LONG, "0"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        for line in ("ready", "answered"):
+        for line, number in (("ready", first), (name, second)):
             assert process.stdout.readline() == f"{line}\n"
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
         assert process.communicate()[0] == "ending\n"
-        assert process.returncode == 130
+        assert process.returncode == code
+
+
+def test_a_signal_that_is_handed_on_twice_counts_once():
+    """torchrun and its processes each get a scheduler's SIGTERM, and torchrun hands its own on."""
+    with subprocess.Popen([sys.executable, "-c", LONG, "60"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in ("ready", "SIGTERM"):
+            assert process.stdout.readline() == f"{line}\n"
+            process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.kill()
 
 
 @pytest.mark.parametrize("terminal", [False, True])
