@@ -8,8 +8,9 @@ from anchorline.settings import validate
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, versions
 from torchtrain.config import Config
 
-# What may change on resume: paths, what is written, and how a step is spread. Rows and their order stay the same. Some
-# of these settings (micro-batches, chunks, ranks, `train.deterministic`) change the order of sums, and so the rounding.
+# What may change on resume: paths, because the identity has digests of what lies there; what is written; and how a step
+# is spread. Rows and their order stay the same. Some of these settings (micro-batches, chunks, ranks,
+# `train.deterministic`) change the order of sums, and so the rounding.
 FREE = (
     "run.folder",
     "data.cache",
@@ -23,12 +24,11 @@ FREE = (
     "train.deterministic",
     "train.skip_bad_steps",
     "train.loss_spike",
+    "model.source",
     "model.activation_checkpointing",
     "model.layer_chunk",
     "model.trust_remote_code",
 )
-# Where adapters are trained, the identity has a digest of the base, so the base may have moved.
-FREE_WITH_LORA = ("model.source",)
 _ABSENT = "nothing"
 
 
@@ -44,8 +44,7 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
     """
     before = validate(Config, dict(was), "the run's config")
     changed = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
-    free = FREE if config.model.lora is None else FREE + FREE_WITH_LORA
-    if changes := [change for change in changed if not is_free(change[0], free)]:
+    if changes := [change for change in changed if not is_free(change[0])]:
         raise UserError(f"{_format_changes(changes)}; undo that, or train anew with a run.folder of its own")
 
 
@@ -62,16 +61,16 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     for part, advice in (
         ("tokenizer", "the tokenizer of model.source has changed; put back the one of the run"),
         ("model", "the config.json of model.source has changed; put back the one of the run"),
-        (
-            "frozen",
-            "the weights of model.source, which model.lora does not train, have changed; put back those of the run, "
-            "or give their folder: model.source=FOLDER",
-        ),
         ("data", "data.sources have changed; put back the data of the run"),
         ("tokens", "data.sources give other tokens; put back the data of the run"),
+        (
+            "weights",
+            "the weights of model.source have changed; put back those of the run, or give their folder: "
+            "model.source=FOLDER",
+        ),
         ("split", "documents are divided otherwise into training and held out; put back the data of the run"),
     ):
-        if part not in identity:
+        if part not in identity or (part == "weights" and part not in was):  # a run that began without their digest
             continue
         then, now = was.get(part, {}), identity[part]
         if part == "tokens":  # the same tokens may lie in other shards, whose digest is another
@@ -91,9 +90,9 @@ def describe_changes(manifest: Manifest, layout: ProcessLayout) -> str:
     return ", ".join(f"{name} {then} then, {here} now" for name, then, here in differences(was, now))
 
 
-def is_free(name: str, free: tuple[str, ...] = FREE) -> bool:
+def is_free(name: str) -> bool:
     """Whether a setting, in dotted form, may differ when a run is resumed."""
-    return any(name == one or name.startswith(one + ".") for one in free)
+    return any(name == one or name.startswith(one + ".") for one in FREE)
 
 
 def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

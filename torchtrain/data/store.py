@@ -13,9 +13,8 @@ document's tokens · `signatures.npy` uint64 [documents * 14], under `data.near_
 import hashlib
 import itertools
 import json
-import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -267,27 +266,6 @@ class TokenStore(Documents):
         """
         for name, entry in self.header.files.items():
             _check_file(self.folder, name, entry, whole=True)
-
-    def verify_in_background(self) -> Callable[[], None]:
-        """Begin `verify` and return what waits for it, and raises what it raises."""
-        failure: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                self.verify()
-            except BaseException as error:
-                failure.append(error)
-
-        # A daemon, so that an interrupted program does not wait until a hundred gigabytes are read.
-        thread = threading.Thread(target=work, name="verify-tokens", daemon=True)
-        thread.start()
-
-        def wait() -> None:
-            thread.join()
-            if failure:
-                raise failure[0]
-
-        return wait
 
     @cached_property
     def kept(self) -> np.ndarray:

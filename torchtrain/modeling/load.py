@@ -10,15 +10,16 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from anchorline.background import in_background
 from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
 from torchtrain.config import ModelConfig
@@ -82,8 +83,6 @@ def load_for_training(
             model.trust_remote_code,
             cutter,
         )
-    if cutter is not None:
-        check_same_files(source, cutter.world)
     separate_layers(loaded)
     if model.rotation == "float32":
         rotate_in_float32(loaded)
@@ -326,20 +325,21 @@ def digest_weights(source: str) -> str:
 
     _check_weights(source)
 
-    def digest_file(path: Path) -> dict[str, str]:
+    def digest_files(paths: Sequence[Path]) -> dict[str, str]:
         found: dict[str, str] = {}
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                x = file.get_tensor(name)
-                digest = hashlib.sha256(f"{x.dtype} {list(x.shape)} ".encode())
-                digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
-                found[name] = digest.hexdigest()
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    x = file.get_tensor(name)
+                    digest = hashlib.sha256(f"{x.dtype} {list(x.shape)} ".encode())
+                    digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
+                    found[name] = digest.hexdigest()
         return found
 
-    found: dict[str, str] = {}
-    with ThreadPoolExecutor(_READERS) as pool:  # hashing lets other threads run
-        for of_file in pool.map(digest_file, weight_files(source)):
-            found |= of_file
+    paths, found = weight_files(source), dict[str, str]()
+    shares = [paths[number::_READERS] for number in range(_READERS)]
+    for wait in [in_background(partial(digest_files, share), "digest-weights") for share in shares if share]:
+        found |= wait()  # hashing lets other threads run
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 

@@ -198,18 +198,18 @@ class RunFolder:
             raise UserError(f"{self.record}: is damaged: it lacks the config or the identity of its run; put it back")
         return content
 
-    def note_start(self, step: int, tokens: Path, sha256: str, base: Path | None) -> None:
-        """Write into `timing.jsonl` at which step the run starts, and where its tokens and frozen weights are now.
+    def note_start(self, step: int, tokens: Path, sha256: str, base: Path) -> None:
+        """Write into `timing.jsonl` at which step the run starts, and where its tokens and first weights are now.
 
         Args:
             step: steps done.
             tokens: folder of the token store.
             sha256: the digest of its tokens.
-            base: folder of the weights that adapters leave as they are; None: every weight is trained.
+            base: folder of the weights with which the run began.
         """
         place = {"tokens": str(tokens.resolve()), "tokens_sha256": sha256}
         with MetricsFile(self.timing) as timing:
-            timing.write("begin", {"step": step, **place, "base": None if base is None else str(base)})
+            timing.write("begin", {"step": step, **place, "base": str(base.resolve())})
 
     def last_start(self) -> dict[str, Any] | None:
         """Return what `note_start` wrote last; None if the run was never started.

@@ -6,6 +6,7 @@ Both set the run up first, so nothing is made or removed for a run that does not
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from anchorline.errors import UserError
@@ -145,7 +146,7 @@ class Opening:
                 rewind_metrics(self.folder.metrics, events)
 
     def _note_start(self, step: int, setup: Setup) -> None:
-        self.folder.note_start(step, setup.store.folder, setup.store.header.sha256, setup.frozen)
+        self.folder.note_start(step, setup.store.folder, setup.store.header.sha256, Path(setup.weights))
 
     def _check_shared(self) -> None:
         """Check that all ranks see the run that rank 0 sees."""

@@ -4,12 +4,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from anchorline.background import in_background
 from anchorline.errors import UserError
 from anchorline.files import read_json
 from torchtrain.attention import resolve_engine
@@ -64,7 +66,6 @@ class Setup:
 
     engine: str
     base: str  # where the model came from: a folder, or a hub id
-    frozen: Path | None  # folder of the weights that adapters leave as they are; None: every weight is trained
     weights: str  # folder of the files that the model was loaded from
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerFast"
@@ -90,8 +91,8 @@ def set_up(
         log: takes one line at a time.
         on_progress: passed to `torchtrain.data.prepare`.
         world: this rank's place; its device is where the model goes.
-        check: called with the identity of model, tokenizer and data before anything is tokenised or loaded, and again
-            with the identity of the tokens.
+        check: called with the identity of model, tokenizer and data before anything is tokenised or loaded, again with
+            the identity of the tokens, and again with that of the weights.
 
     Raises:
         UserError: anything that does not fit; see the functions that are called here.
@@ -121,18 +122,12 @@ def set_up(
     anchor_ids(tokenizer, config.pack)
 
     identity = _identity_of(config, model_config, tokenizer)
-    if config.model.lora is not None:  # checkpoints lack the frozen weights, and each rank reads them itself
-        check_same_files(source, world)
-        log(f"reading {config.model.source}: the digest of its weights, which model.lora does not train")
-        with world.together():
-            frozen = digest_weights(source) if world.rank == 0 else ""
-        identity["frozen"] = {"sha256": world.from_first(frozen)}
     check(identity)
     if config.model.fused == "compile":
         check_compiler(device)
     store = prepare(config.data, tokenizer, on_progress)
     # Once on each machine, while the model is loaded: checks every byte of the tokens.
-    verified = store.verify_in_background() if read_ranks()[2] == 0 else lambda: None
+    verified = in_background(store.verify, "verify-tokens") if read_ranks()[2] == 0 else lambda: None
     split = split_documents(store, config.data.held_out_share, config.run.seed)
     identity["tokens"] = _identity_of_tokens(store)
     identity["split"] = {"copies_moved": split.moved}
@@ -144,7 +139,14 @@ def set_up(
     log(f"loading {config.model.source}")
     # ZeRO 3 cuts the model up while it is read, because no process has room for the whole of it.
     cutter = Cutter(config, world) if config.distributed.zero_stage == 3 else None
+    check_same_files(source, world)  # each rank reads them itself
+    # The files are read once: for their digest, and by the side of that into the model.
+    digest = in_background(partial(digest_weights, source), "digest-weights") if world.rank == 0 else lambda: ""
     model = load_for_training(source, model_config, settings, engine, device, cutter, config.run.seed)
+    with world.together():
+        sha256 = digest()
+    identity["weights"] = {"sha256": world.from_first(sha256)}
+    check(identity)
     count = _count(model.parameters())
     log(f"model     {config.model.source}: {count:,} parameters in {config.model.dtype} on {device}")
     if products := describe_products(model.dtype, device):
@@ -202,8 +204,7 @@ def set_up(
     }
     here_already = config.model.source == "smollm2" or Path(config.model.source).is_dir()
     base = str(Path(source).resolve()) if here_already else config.model.source
-    frozen = Path(source).resolve() if config.model.lora is not None else None
-    return Setup(engine, base, frozen, source, model, tokenizer, own_positions, store, rows, held_out, identity, record)
+    return Setup(engine, base, source, model, tokenizer, own_positions, store, rows, held_out, identity, record)
 
 
 def choose_recomputation(

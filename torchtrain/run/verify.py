@@ -73,7 +73,7 @@ def verify_folder(folder: Path) -> Iterator[Finding]:
 
     Args:
         folder: a token store's, or a run's; of a run its checkpoints, the beginning of `metrics.jsonl` that belongs to
-            the last of them, its exported models, and, wherever they are, the tokens and the frozen weights with which
+            the last of them, its exported models, and, wherever they are, the tokens and the first weights with which
             it was last started.
 
     Raises:
@@ -106,8 +106,8 @@ def _verify_run(run: RunFolder, identity: dict[str, Any]) -> Iterator[Finding]:
         yield _check(name, lambda name=name, files=files: _verify_model(run.path / name, files))
     yield from _report_fault(run.timing.name, lambda: starts.append(_last_start(run)))
     for start in starts:
-        if start["base"] is not None:
-            base, digest = Path(start["base"]), identity.get("frozen", {}).get("sha256")
+        if start["base"] is not None and "weights" in identity:
+            base, digest = Path(start["base"]), identity["weights"]["sha256"]
             yield _check(f"base {quoted(base)}", lambda base=base, digest=digest: _verify_base(base, digest))
         place, digest = Path(start["tokens"]), start["tokens_sha256"]
         yield _check(f"tokens {quoted(place)}", lambda place=place, digest=digest: _verify_store(place, digest))
@@ -155,7 +155,7 @@ def _verify_base(folder: Path, sha256: str | None) -> str:
     if not folder.is_dir():
         raise UserError("is missing, and a resumed run needs it; put it back, or resume with model.source=FOLDER")
     if digest_weights(str(folder)) != sha256:
-        raise UserError("holds other weights than those that the run was trained beside")
+        raise UserError("holds other weights than those with which the run began")
     files = weight_files(str(folder))
     return f"{len(files)} files, {sum(path.stat().st_size for path in files):,} bytes"
 

@@ -23,7 +23,7 @@ LAYOUT = ProcessLayout(
     device="cpu",
     attention="sdpa",
 )
-IDENTITY = {"tokenizer": "t", "model": {"rope": 1.0}, "data": {"sources": [{"files": "a"}]}}
+IDENTITY = {"tokenizer": "t", "model": {"rope": 1.0}, "data": {"sources": [{"files": "a"}]}, "weights": {"sha256": "d"}}
 
 
 def make_strategy(dtype: torch.dtype = torch.bfloat16, updates: int = 2) -> Replicated:

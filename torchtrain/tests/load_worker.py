@@ -21,7 +21,7 @@ from torchtrain.config import Config
 from torchtrain.distributed.cut import Cutter
 from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed
-from torchtrain.modeling.load import load_for_training
+from torchtrain.modeling.load import check_same_files, load_for_training
 from torchtrain.modeling.source import open_config
 from torchtrain.tests.distributed_worker import DOMAINS, ENGINE, config_of, forget, micro_batches, write_json
 from torchtrain.training.step import accumulate, make_micro_batches
@@ -33,6 +33,7 @@ _MMAP_THRESHOLD = -3  # malloc.h: from how many bytes on memory comes from the s
 def load(config: Config, world: World, cut: bool) -> Any:
     """Load a case's model as `set_up` does, whole or cut up."""
     source = config.model.source
+    check_same_files(source, world)
     cutter = Cutter(config, world) if cut else None
     return load_for_training(source, open_config(source), config.model, ENGINE, world.device, cutter)
 

@@ -1,12 +1,16 @@
 """What can go wrong around a run, each fault injected: signals, locks, disks, damage, changed material."""
 
 import errno
+import json
+import math
 import os
 import shutil
 import signal
 from contextlib import suppress
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from anchorline import files
 from torchtrain.checkpoint.store import Checkpoints
@@ -16,6 +20,7 @@ from torchtrain.run import recipe
 from torchtrain.run.lock import hold, is_held
 from torchtrain.run.status import status_lines
 from torchtrain.run.termination import Termination
+from torchtrain.run.verify import verify_folder
 from torchtrain.tests.run_fixtures import (
     QUIET,
     WAITING,
@@ -28,6 +33,7 @@ from torchtrain.tests.tiny import refused
 
 # Of a run that was stopped in step 5: it keeps those of 5 and 6, and one that nothing stopped those of 4 and 6.
 OTHER_CHECKPOINTS = ("checkpoints/step-00000004/", "checkpoints/step-00000005/")
+
 
 @pytest.mark.parametrize(("name", "number", "code"), [("SIGTERM", signal.SIGTERM, 143), ("Ctrl-C", signal.SIGINT, 130)])
 def test_a_signal_in_a_step_saves_after_it(place, straight, name, number, code):
@@ -95,7 +101,7 @@ def test_a_signal_that_a_library_swallows_is_obeyed_before_the_first_step():
         termination.advice = "to resume"
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Terminated, match="^stopped by SIGTERM; to resume$"), termination.defer():
+        with pytest.raises(Terminated, match=r"^stopped by SIGTERM; to resume$"), termination.defer():
             pytest.fail("the steps began")
 
 
@@ -196,9 +202,10 @@ def test_a_run_that_was_taken_up_earlier_has_no_other_future(place, straight, in
     them up.
     """
     folder = place.folder / interrupted
-    assert place.resume(interrupted, "--step", "0", at="gradient", nth=3, signal=signal.SIGTERM) == 143
-    assert "after step 3, which is saved" in place.last_line(interrupted)
-    assert Checkpoints(folder / "checkpoints").steps() == [2, 3]
+    short = {"set": {"torchtrain.run.recipe._LONG": math.inf}}
+    assert place.resume(interrupted, "--step", "0", at="gradient", nth=1, signal=signal.SIGTERM, **short) == 143
+    assert "after step 1, which is saved" in place.last_line(interrupted)
+    assert Checkpoints(folder / "checkpoints").steps() == [1]
     assert not (folder / "exports").exists() or not list((folder / "exports").iterdir())
     assert place.resume(interrupted) == 0
     assert_same(folder, straight)
@@ -268,6 +275,40 @@ def test_a_changed_data_set_tokenizer_or_model(place, interrupted):
         assert code == 2
         assert message in place.last_line(interrupted)
     assert (place.folder / interrupted / "metrics.jsonl").read_bytes() == metrics, "nothing was touched"
+
+
+@pytest.mark.parametrize(("lora", "nth"), [((), 1), (("model.lora.rank=2",), 3)])  # killed in step `nth`
+def test_the_weights_with_which_a_run_began_may_move_and_not_change(place, straight, tmp_path, lora, nth):
+    source, name = tmp_path / "source", f"weights-{len(lora)}-{nth}"
+    shutil.copytree(place.folder / "source", source)
+    assert place.train(name, f"model.source={source}", *lora, WAITING, at="gradient", nth=nth) == -signal.SIGKILL
+    weights = load_file(source / "model.safetensors")
+    first, *_, last = weights
+    for changed in (  # one unit in the last place, another order, another dtype of the same values
+        weights | {last: torch.nextafter(weights[last], weights[last] + 1)},
+        weights | {"model.norm.weight": weights["model.norm.weight"].flip(0)},
+        weights | {first: weights[first].double()},
+    ):
+        save_file(changed, source / "model.safetensors", metadata={"format": "pt"})
+        assert place.resume(name) == 2
+        assert "the weights of model.source have changed; put back those of the run" in place.last_line(name)
+        assert any("holds other weights than" in str(f) for f in verify_folder(place.folder / name) if not f.good)
+    shutil.rmtree(source)
+    two = [{name: x for name, x in weights.items() if (name == first) == one} for one in (True, False)]
+    shutil.copytree(place.folder / "source", tmp_path / "moved")
+    (tmp_path / "moved" / "model.safetensors").unlink()
+    for number, part in enumerate(two):
+        save_file(part, tmp_path / "moved" / f"{number}.safetensors", metadata={"format": "pt"})
+    index = {
+        "metadata": {},
+        "weight_map": {name: f"{number}.safetensors" for number, part in enumerate(two) for name in part},
+    }
+    (tmp_path / "moved" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert place.resume(name, f"model.source={tmp_path / 'moved'}") == 0
+    assert all(finding.good for finding in verify_folder(place.folder / name))
+    if not lora:
+        mine, theirs = ((of / "metrics.jsonl").read_bytes() for of in (place.folder / name, straight))
+        assert mine == theirs
 
 
 def test_a_corpus_that_was_tokenised_to_something_else(place, straight, interrupted):

@@ -8,7 +8,6 @@ import torch
 from anchorline.errors import UserError
 from torchtrain.checkpoint.identity import (
     FREE,
-    FREE_WITH_LORA,
     check_config,
     check_identity,
     describe_changes,
@@ -42,7 +41,7 @@ def test_the_same_run_may_go_on_elsewhere_and_otherwise_spread(saved):
 def test_the_docs_say_what_may_change():
     text = (Path(__file__).parents[2] / "docs" / "running.md").read_text(encoding="utf-8")
     told = text.partition("What may change on resume:")[2].partition("Anything else")[0]
-    assert [name for name in FREE + FREE_WITH_LORA if f"`{name}`" not in told] == []
+    assert [name for name in FREE if f"`{name}`" not in told] == []
 
 
 @pytest.mark.parametrize(
@@ -67,6 +66,7 @@ def test_another_config_is_refused(saved, override, message):
         ("model", {"rope": 2.0}, "model.rope: 1.0 in the run, 2.0 now"),
         ("data", {"sources": [{"files": "b"}]}, "data.sources.0.files: 'a' in the run, 'b' now"),
         ("data", {"sources": []}, "data.sources: "),
+        ("weights", {"sha256": "e"}, "the weights of model.source have .* model.source=FOLDER .*: 'd' in the run, 'e'"),
     ],
 )
 def test_other_material_is_refused(saved, part, value, message):

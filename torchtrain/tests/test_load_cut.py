@@ -64,7 +64,7 @@ MISTAKES: dict[str, tuple[int | None, str]] = {
     "missing": (None, "1 weights are missing, the first is model.layers.0.mlp.up_proj.weight"),
     "shape": (None, "1 weights do not fit its config.json, the first is model.layers.0.mlp.up_proj.weight: [3, 32] in"),
     "infinite": (None, "rank 1: model.source {}: model.layers.0.mlp.up_proj.weight holds a number that is not finite"),
-    "short": (1, "rank 1: model.source {}: 'model.safetensors': a safetensors file is damaged or cut off"),
+    "short": (None, "model.source {}: 'model.safetensors': a safetensors file is damaged or cut off"),
     "other": (1, "rank 1: model.source {}: the weights here are not those of rank 0"),
     "scaled": (None, "model.source: cohere does more than one linear layer to make logits"),
     "leaking": (None, "model.layers.0.mlp (MistralMLP): carries one document into another"),

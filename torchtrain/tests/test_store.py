@@ -36,12 +36,12 @@ def test_one_flipped_bit_anywhere_is_found(data, name):
     whole = path.read_bytes()
     for place in (0, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        # Seen on opening, or by reading it all: in this process or in the background.
+        # Seen on opening, or by reading it all.
         with pytest.raises(UserError, match=rf"{store.folder} is damaged \({name}: .*delete the folder") as caught:
-            TokenStore.open(store.folder).verify_in_background()()
+            TokenStore.open(store.folder).verify()
         assert str(caught.value).isprintable()
     path.write_bytes(whole)
-    TokenStore.open(store.folder).verify_in_background()()
+    TokenStore.open(store.folder).verify()
 
 
 def test_one_flipped_bit_in_the_header_is_found_on_opening(data):

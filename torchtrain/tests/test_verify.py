@@ -29,8 +29,8 @@ def test_a_run_and_its_store_are_verified(straight, place, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(straight, run)
     models = ["True exports/step-00000002", "True exports/step-00000004", "True model"]
-    good = ["True checkpoint of step 4", "True checkpoint of step 6", "True metrics.jsonl", *models, "True tokens"]
-    assert findings(run) == good
+    saved = ["True checkpoint of step 4", "True checkpoint of step 6", "True metrics.jsonl"]
+    assert findings(run) == [*saved, *models, "True base", "True tokens"]
     record = json.loads((run / "run.json").read_text())
     store = Path(record["config"]["data"]["cache"]) / "corpus" / record["corpus_fingerprint"]
     assert findings(store) == ["True tokens"]
@@ -47,10 +47,10 @@ def test_a_run_and_its_store_are_verified(straight, place, tmp_path):
     flip(run / "model" / "model.safetensors")
     flip(store / "tokens-00000.bin")
     bad = list(verify_folder(run))
-    assert [found.good for found in bad] == [False, True, False, True, True, False, False]
+    assert [found.good for found in bad] == [False, True, False, True, True, False, True, False]
     assert "its content has changed" in str(bad[0])
     assert "model.safetensors: its content has changed" in str(bad[5])
-    assert "tokens-00000.bin: its content has changed" in str(bad[6])
+    assert "tokens-00000.bin: its content has changed" in str(bad[7])
     assert all(str(found).isprintable() for found in bad)
     flip(store / "tokens-00000.bin")
     assert findings(store) == ["True tokens"]
