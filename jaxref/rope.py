@@ -9,6 +9,7 @@
 | `yarn`     | fast pairs f, slow pairs f / factor, a ramp between                      | arXiv 2309.00071  |
 | `llama3`   | short waves f, long waves f / factor, a blend between                    | Llama 3.1         |
 | `longrope` | f over a searched factor for each pair                                   | arXiv 2402.13753  |
+| `proportional` | f / factor of the first pairs, 0 of the others                       | Gemma 4           |
 
 Read `inverse_frequencies`, `cos_sin` and `rotate`. A first reader may skip the functions after `rotate`, one for each
 type.
@@ -128,7 +129,18 @@ def _longrope(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None
     return frequency / decimal(factors[pair])
 
 
-_SCALED = {"linear": _linear, "yarn": _yarn, "llama3": _llama3, "longrope": _longrope}
+def _proportional(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None) -> Decimal:
+    rotated = int((spec.partial_rotary_factor or 1) * spec.head_dim // 2)
+    return frequency / decimal(spec.factor or 1) if pair < rotated else Decimal(0)
+
+
+_SCALED = {
+    "linear": _linear,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}
 
 
 def _attention_scaling(spec: RopeSpec) -> Decimal:

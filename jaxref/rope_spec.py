@@ -21,10 +21,12 @@ _REQUIRED = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor"),
+    "proportional": (),
 }
 _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
     "longrope": ("attention_factor",),
+    "proportional": ("factor", "partial_rotary_factor"),
 }
 TYPES = tuple(_REQUIRED)
 
@@ -47,13 +49,14 @@ def paper_theta(length: int) -> float:
 class RopeSpec:
     """A type and its parameters, under transformers' names. Hashable.
 
-    head_dim: of a head, or of its first part where `partial_rotary_factor` leaves the rest as it is.
+    head_dim: of a head, or of its first part where a config's `partial_rotary_factor` leaves the rest as it is.
     original_max_position_embeddings: the length scaling starts from, in tokens (for `dynamic`, transformers'
         `max_position_embeddings`).
     attention_factor: on cos and sin both; None is what the type derives from `factor` (and `mscale`, `mscale_all_dim`).
     beta_fast, beta_slow: rotations over the original length above which yarn keeps, below which it interpolates a pair.
     low_freq_factor, high_freq_factor: original length over wavelength, below and above which llama3 divides and keeps.
     short_factor, long_factor: one number for each pair; the long ones count beyond the original length.
+    partial_rotary_factor: the share of all pairs that `proportional` rotates; the others have frequency 0.
 
     Raises UserError for an unknown type, a parameter out of range, one that the type needs and has not, and one that
     it has and would ignore.
@@ -74,6 +77,7 @@ class RopeSpec:
     high_freq_factor: float | None = None
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    partial_rotary_factor: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rope_type, str) or self.rope_type not in TYPES:
@@ -108,16 +112,23 @@ class RopeSpec:
             )
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "RopeSpec":
+    def from_hf(cls, config: Mapping[str, Any], layer_type: str | None = None) -> "RopeSpec":
         """Read a `config.json`: transformers 5's `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
+        layer_type: whose parameters, where a config has them by type of layer (Gemma 3).
+
         What is absent falls back as in transformers. Raises UserError as `RopeSpec` does, and for what would rotate
-        otherwise: a part of the head that is no pairs, parameters that differ by layer type, keys that are unknown.
+        otherwise: a part of the head that is no pairs, parameters that differ by layer type without one, keys that are
+        unknown.
         """
         for name in ("rope_scaling", "rope_parameters"):
             if not isinstance(config.get(name) or {}, Mapping):
                 raise UserError(f"{name}: {quoted(config[name])} is not a table of parameters")
         given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        if layer_type is not None and any(isinstance(value, Mapping) for value in given.values()):
+            if not isinstance(given.get(layer_type), Mapping):
+                raise UserError(f"rope_parameters: none for {quoted(layer_type)}; there are {', '.join(given)}")
+            given = dict(given[layer_type])
         longest = _length(config, "max_position_embeddings")
         rope_type = given.pop("rope_type", given.pop("type", "default"))
         given.pop("type", None)
@@ -134,7 +145,9 @@ class RopeSpec:
         if partial is not None:
             if not _is_number(partial) or not 0 < partial <= 1:
                 raise UserError(f"partial_rotary_factor: {quoted(partial)}; give a number above 0, and up to 1")
-            rotated = int(head_dim * partial)
+            whole = rope_type == "proportional"
+            rotated = head_dim if whole else int(head_dim * partial)
+            given |= {"partial_rotary_factor": partial} if whole else {}
             if rotated % 2 or not rotated:
                 raise UserError(
                     f"partial_rotary_factor: {partial} of head_dim {head_dim} rotates {rotated} dimensions, and RoPE "

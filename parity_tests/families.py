@@ -40,6 +40,7 @@ import torchtrain
 from anchorline.errors import UserError
 from anchorline.files import save
 from anchorline.tolerance import judge
+from parity_tests import extensions
 from torchtrain.attention import visible_BTT
 from torchtrain.attention.attach import DOCUMENTS
 from torchtrain.attention.hf import KEEPS_ANCHOR
@@ -477,7 +478,7 @@ def page(rows: list[FamilyRow]) -> str:
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     verdicts = {row.family: row.verdict for row in rows}
     used = [f"|{name}|{kind}|tested|tested|{verdicts.get(kind)}|" for name, kind in MOST_USED.items()]
-    return "\n".join([*lines, _SOURCE, *used, ""])
+    return "\n".join([*lines, _SOURCE, *used, ""]) + extensions.describe([row.family for row in rows])
 
 
 @contextlib.contextmanager

@@ -100,7 +100,8 @@ def extend(config: "PretrainedConfig", sequence_length: int, **rope: Any) -> "Pr
     Args:
         config: of the model.
         sequence_length: tokens of a row.
-        rope: settings of the section `rope` (docs/settings.md), such as `type="yarn"`; default: `type="ntk"`.
+        rope: settings of the section `rope` (docs/settings.md), such as `type="yarn"`; default: `type="ntk"`, or
+            nothing where the model holds the length.
 
     Raises:
         UserError: a setting does not fit, or the model cannot be extended so; see `torchtrain.modeling.rope.extend`.
@@ -112,7 +113,8 @@ def extend(config: "PretrainedConfig", sequence_length: int, **rope: Any) -> "Pr
             f"config: {type(config).__name__} is not the config of a model; give model.config or AutoConfig's"
         )
     length = settings.validate(PackConfig, {"sequence_length": sequence_length}, "pack").sequence_length
-    return extend_config(config, settings.validate(RopeConfig, {"type": "ntk"} | rope, "rope"), length)
+    default = {} if length <= config.max_position_embeddings and not rope else {"type": "ntk"}
+    return extend_config(config, settings.validate(RopeConfig, default | rope, "rope"), length)
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Frequencies, tables and rotation against mpmath with derived bounds; configs read and written."""
 
+import dataclasses
 import json
 from itertools import pairwise
 
@@ -337,3 +338,29 @@ def test_impossible_parameters_are_refused(changes, message):
 def test_configs_that_rotate_otherwise_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         RopeSpec.from_hf(BASE | fields)
+
+
+BY_LAYER = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "sliding_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        **{k: v for k, v in YARN.items() if k != "rope_type"},
+    },
+}
+
+
+def test_parameters_by_layer_type_are_read_for_the_type_that_is_asked_for():
+    config = BASE | {"rope_parameters": BY_LAYER}
+    assert RopeSpec.from_hf(config, "sliding_attention") == RopeSpec(64, 1e4, **YARN)
+    whole = RopeSpec.from_hf(config, "full_attention")
+    assert whole == RopeSpec(64, 1e6, "proportional", partial_rotary_factor=0.25)
+    frequencies, scaling = inverse_frequencies(whole)
+    np.testing.assert_allclose(frequencies[:8], 1e6 ** (-np.arange(8) / 32), rtol=1e-15)
+    assert not frequencies[8:].any()
+    assert scaling == 1
+    halved, _ = inverse_frequencies(dataclasses.replace(whole, factor=2.0))
+    np.testing.assert_array_equal(halved, frequencies / 2)
+    with pytest.raises(ValueError, match="rope_parameters: none for 'chunked_attention'; there are full_attention, "):
+        RopeSpec.from_hf(config, "chunked_attention")
+    assert RopeSpec.from_hf(BASE, "full_attention") == RopeSpec(64, 1e4)

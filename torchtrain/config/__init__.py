@@ -10,7 +10,7 @@ from torchtrain.config.load import EXAMPLE, Config, dump_config, fill_empty_sect
 from torchtrain.config.model import Engine, LoraSettings, ModelConfig, Recomputation
 from torchtrain.config.pack import BASE_VARIANTS, EXTRAS, PackConfig, Variant
 from torchtrain.config.preparation import Preparation, PrepareConfig, SlurmConfig, TokenizerConfig
-from torchtrain.config.rope import PAPER_ROPE_THETA, RopeConfig
+from torchtrain.config.rope import PAPER_ROPE_THETA, ROPE_PARAMETERS, RopeConfig
 from torchtrain.config.run import EvaluationConfig, HeldOutConfig, LogConfig, RunConfig, SaveConfig
 from torchtrain.config.section import MOST_TOKENS, Count, Name, PathText, PositiveShare, Real, Section, SmallCount
 from torchtrain.config.train import TrainConfig
@@ -22,6 +22,7 @@ __all__ = [
     "LEAST_STAGE",
     "MOST_TOKENS",
     "PAPER_ROPE_THETA",
+    "ROPE_PARAMETERS",
     "Config",
     "Count",
     "DataConfig",

@@ -9,12 +9,23 @@ from torchtrain.config.section import Count, Section, Stretch, Theta
 # The base (rope_theta) the paper trains each length with (arXiv 2411.13476, section 5, table of RoPE bases).
 PAPER_ROPE_THETA = {32_768: 1e6, 65_536: 5e6, 131_072: 1e7, 262_144: 5e7}
 
+# What each type of transformers takes beside rope_theta and the original length.
+ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
+}
+
 
 class RopeConfig(Section):
     """How RoPE is set for the new context length (`pack.sequence_length`).
 
-    `keep` keeps the model's own type and parameters. Any other type replaces them. Parameters that do not belong to the
-    type are refused.
+    `keep` keeps the model's own type and parameters. Another type replaces the model's, and the parameters that only
+    the model's takes go with it. What the model's config.json says beside that stays, unless it is set here. Parameters
+    that do not belong to the type are refused.
     """
 
     type: Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = Field(
@@ -31,52 +42,46 @@ class RopeConfig(Section):
         "say",
     )
     attention_factor: Stretch | None = Field(
-        default=None, description="yarn, longrope: factor on cos and sin; default: the type's formula"
+        default=None, description="yarn, longrope: factor on cos and sin; default: the model's, else the type's formula"
     )
     beta_fast: Stretch | None = Field(
-        default=None, description="yarn: rotations from which a dimension is not scaled; default: 32"
+        default=None, description="yarn: rotations from which a dimension is not scaled; default: the model's, else 32"
     )
     beta_slow: Stretch | None = Field(
-        default=None, description="yarn: rotations up to which a dimension is scaled fully; default: 1"
+        default=None,
+        description="yarn: rotations up to which a dimension is scaled fully; default: the model's, else 1",
+    )
+    truncate: bool | None = Field(
+        default=None,
+        description="yarn: round the ends of the ramp between the two to whole dimensions; default: the model's, else "
+        "true",
+    )
+    mscale: Stretch | None = Field(
+        default=None,
+        description="yarn: weight of the factor in attention_factor's formula, over that of mscale_all_dim; default: "
+        "the model's",
+    )
+    mscale_all_dim: Stretch | None = Field(
+        default=None, description="yarn: see mscale; DeepSeek's families scale the logits of attention by it, too"
     )
     low_freq_factor: Stretch | None = Field(
-        default=None, description="llama3: bounds the wavelengths that are scaled fully"
+        default=None, description="llama3: bounds the wavelengths that are scaled fully; default: the model's"
     )
     high_freq_factor: Stretch | None = Field(
-        default=None, description="llama3: bounds the wavelengths that are not scaled"
+        default=None, description="llama3: bounds the wavelengths that are not scaled; default: the model's"
     )
     short_factor: list[Stretch] | None = Field(
-        default=None, description="longrope: factor of each dimension for rows of the original length"
+        default=None,
+        description="longrope: factor of each dimension for rows of the original length; default: the model's",
     )
     long_factor: list[Stretch] | None = Field(
-        default=None, description="longrope: factor of each dimension for longer rows"
+        default=None, description="longrope: factor of each dimension for longer rows; default: the model's"
     )
 
     @model_validator(mode="after")
     def _parameters_fit_type(self) -> Self:
-        takes = {
-            "keep": set(),
-            "default": set(),
-            "linear": {"factor"},
-            "ntk": {"factor"},
-            "dynamic": {"factor"},
-            "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow"},
-            "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-            "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
-        }[self.type]
-        needs = {"llama3": {"low_freq_factor", "high_freq_factor"}, "longrope": {"short_factor", "long_factor"}}
-        other = ("type", "theta", "original_max_position_embeddings")
-        given = {name for name, value in self if name not in other and value is not None}
-        if stray := sorted(given - takes):
+        takes = ROPE_PARAMETERS | {"keep": (), "ntk": ("factor",)}
+        other = ("type", "theta", "original_max_position_embeddings", *takes[self.type])
+        if stray := sorted(name for name, value in self if name not in other and value is not None):
             raise ValueError(f"rope type {self.type!r} does not take {', '.join(stray)}; remove it or change rope.type")
-        if missing := sorted(needs.get(self.type, set()) - given):
-            raise ValueError(f"rope type {self.type!r} needs {', '.join(missing)}")
-        ordered = {  # defaults are those of transformers
-            "yarn": {"beta_fast": self.beta_fast or 32, "beta_slow": self.beta_slow or 1},
-            "llama3": {"high_freq_factor": self.high_freq_factor or 0, "low_freq_factor": self.low_freq_factor or 0},
-        }
-        if self.type in ordered:
-            (upper, high), (lower, low) = ordered[self.type].items()
-            if high <= low:
-                raise ValueError(f"{upper} {high} must be above {lower} {low}")
         return self

@@ -4,15 +4,17 @@ Whatever a folder holds, a library's error about it reaches the user as one line
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from anchorline import hub
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import read_json
+from torchtrain.modeling.rope import find_fault
 from torchtrain.modeling.smollm2 import SMOLLM2, smollm2_folder
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ _OTHER_FILES = ("tokenizer.json", "tokenizer.model", "model.safetensors", "chat_
 # The shapes of the paper's models and of the demo's, for planning without a hub or a conversion: index.json has how
 # many weights each has, a folder of its id the config.json published there, without dtype and versions. They are typed
 # in, not fetched: a test holds the number of weights.
+_OF_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # beside RoPE's tables
 PUBLISHED = Path(__file__).parent / "published"
 # Where a config leaves these, building or running the model would take for ever, or end in an overflow.
 _SIZES = {
@@ -189,6 +192,10 @@ def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConf
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if (written := Path(source) / "config.json").is_file():
+        fault = _find_no_number(read_json(written, f"model.source {quoted(source)}"))
+        if fault is not None:
+            raise UserError(f"model.source {quoted(source)}: its config.json has {fault}; mend it there")
     with read_by_library(source, "its config.json is refused", trust_remote_code):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
         if not isinstance(dtype := config.dtype, torch.dtype | None):
@@ -201,6 +208,32 @@ def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConf
         )
     _check_sizes(source, config)
     return config
+
+
+def _find_no_number(written: dict[str, Any]) -> str | None:
+    """Return the first value of a config.json that is no number where it must be one, in words.
+
+    transformers fails on some of them without a name, and trains with others.
+    """
+    tables: dict[str, Any] = {"": {name: written[name] for name in _OF_ROPE if written.get(name) is not None}}
+    for name in ("rope_scaling", "rope_parameters"):
+        if (table := written.get(name)) is not None:
+            if not isinstance(table, dict):
+                return f"{name} {quoted(table)}, which is not a table"
+            tables[f"{name}."] = table
+            tables |= {f"{name}.{kind}.": x for kind, x in table.items() if isinstance(x, dict)}
+    faults = (f"{path}{fault}" for path, table in tables.items() if (fault := find_fault(table)) is not None)
+    return next(faults, None) or _find_not_finite(written, "")
+
+
+def _find_not_finite(tree: Any, path: str) -> str | None:
+    if isinstance(tree, float) and not math.isfinite(tree) and not (path.startswith("time_step") and tree > 0):
+        return f"{path} {tree}, which is not a number"  # Mamba 2 has an infinite limit
+    if isinstance(tree, dict):
+        inner = ((f"{path}.{name}" if path else name, value) for name, value in tree.items())
+    else:
+        inner = ((path, value) for value in (tree if isinstance(tree, list) else ()))
+    return next((fault for name, value in inner if (fault := _find_not_finite(value, name)) is not None), None)
 
 
 def _check_sizes(source: str, config: "PretrainedConfig") -> None:

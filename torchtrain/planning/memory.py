@@ -220,9 +220,10 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, lambda *_, **__: None)
     config = copy.deepcopy(config)
-    if rope := getattr(config, "rope_parameters", None):
-        plain: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
-        config.rope_parameters = plain if "rope_type" in rope else {kind: plain for kind in rope}
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for table in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
+        if table.get("rope_type") in ("dynamic", "longrope"):
+            table["rope_type"] = "default"
     with (
         torch.device("meta"),
         read_by_library(settings.source, "the model cannot be built", settings.trust_remote_code),

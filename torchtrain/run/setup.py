@@ -44,7 +44,7 @@ from torchtrain.modeling.compilation import check_compiler
 from torchtrain.modeling.load import check_same_files, digest_weights, load_for_training
 from torchtrain.modeling.parts import check_config, whole_shape
 from torchtrain.modeling.recompute import can_keep, check_can_keep
-from torchtrain.modeling.rope import check_resets, extend
+from torchtrain.modeling.rope import check_resets, extend, warn_of_stretch
 from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
@@ -164,7 +164,9 @@ def set_up(
         log("fused     by torch.compile, which makes the first step about a minute longer; attention is not fused")
     log(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
     log(f"variant   {describe_variant(config.pack)}")
-    log(f"rope      {describe_rope(model_config)}")
+    log(f"rope      {describe_rope(model_config, own_config)}")
+    if warning := warn_of_stretch(own_positions, length):
+        log(f"warning   {warning}")
     plan = rows.plan(0)
     log(f"data      {len(store.domains)} domains, {plan.tokens:,} training tokens in {len(rows):,} rows")
     log(f"packing   {config.pack.strategy}: {plan.cuts:,} cuts, {plan.padding_tokens:,} tokens of padding")

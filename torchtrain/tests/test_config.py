@@ -90,13 +90,6 @@ def test_overrides(load):
         ("pack.sequence_length=1", r"pack\.sequence_length: 1: "),
         ("rope.theta=paper", r"rope\.theta 'paper': .*4096.*32768, 65536, 131072, 262144: give a number"),
         ("rope.factor=2.0", r"rope: rope type 'keep' does not take factor"),
-        ("rope.type=longrope", r"rope: rope type 'longrope' needs long_factor, short_factor"),
-        (
-            "rope={type: llama3, factor: 2.0, low_freq_factor: 4.0, high_freq_factor: 4.0}",
-            r"high_freq_factor 4\.0 must be above",
-        ),
-        ("rope={type: yarn, beta_fast: 1.0, beta_slow: 2.0}", r"beta_fast 1\.0 must be above beta_slow 2\.0"),
-        ("rope={type: yarn, beta_fast: 0.5}", r"beta_fast 0\.5 must be above beta_slow 1"),
         ("data.mixture={long_share: 0.5, long_weight: 2}", r"long_share and long_weight exclude each other"),
         ("data.sources.0.files=x.jsonl", r"data\.sources\.0: a source is exactly one of .*\['demo', 'files'\]"),
         ("data.sources.0.split=test", r"data\.sources\.0: .*belong to a `dataset` source"),

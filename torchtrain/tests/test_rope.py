@@ -1,6 +1,7 @@
 """RoPE's frequencies on the model that is really built, against formulas in float64, and what is refused."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -9,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from anchorline.errors import UserError
 from torchtrain.config import RopeConfig
-from torchtrain.modeling.rope import check_resets, extend
-from torchtrain.tests.tiny import POSITIONS, SIZES, tiny_config
+from torchtrain.modeling.rope import check_resets, extend, warn_of_stretch
+from torchtrain.modeling.source import open_config
+from torchtrain.tests.tiny import POSITIONS, SIZES, refused, tiny_config
 
 # float32 rounds once an operation. base ** e: e and then e * ln(base) carry a relative error into the exponent, so the
 # power errs by |e ln base| roundings more; 16 covers all other operations of any type (yarn's blend has the most, 9).
@@ -109,7 +111,9 @@ TYPES["dynamic"] = {"type": "dynamic"}
 def test_a_second_extension_counts_from_the_original_length(first, second):
     once = extend(tiny_config(), RopeConfig(**TYPES[first]), 2 * POSITIONS)
     twice = extend(once, RopeConfig(**TYPES[second]), 6 * POSITIONS)
-    assert twice.to_dict() == extend(tiny_config(), RopeConfig(**TYPES[second]), 6 * POSITIONS).to_dict()
+    # Both take it, so it stays.
+    stays = {"attention_factor": 1.25} if (first, second) == ("yarn", "longrope") else {}
+    assert twice.to_dict() == extend(tiny_config(), RopeConfig(**TYPES[second], **stays), 6 * POSITIONS).to_dict()
 
 
 def linear_config(**changes):
@@ -180,7 +184,7 @@ def test_a_family_with_a_field_for_the_original_length_gets_the_right_one():
 
 def test_what_stretched_the_model_does_not_count_once_it_is_replaced():
     scaled = extend(tiny_config(), RopeConfig(type="yarn"), LENGTH)
-    assert extend(scaled, RopeConfig(type="yarn"), 2 * POSITIONS).max_position_embeddings == 2 * POSITIONS
+    assert extend(scaled, RopeConfig(type="yarn", factor=2.0), 2 * POSITIONS).max_position_embeddings == 2 * POSITIONS
     with pytest.raises(UserError, match=f"sequence_length {LENGTH}: the model holds {POSITIONS} "):
         extend(scaled, RopeConfig(type="default"), LENGTH)
 
@@ -220,6 +224,103 @@ def test_longrope_lists_must_have_half_a_heads_length():
         extend(tiny_config(), rope, LENGTH)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"type": "llama3", "high_freq_factor": 4.0}, "rope.low_freq_factor: missing; rope.type llama3 needs it"),
+        ({"type": "longrope", "long_factor": [1.0] * 4}, "rope.short_factor: missing; rope.type longrope needs it"),
+        ({"type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "rope.high_freq_factor 4 must be above"),
+        ({"type": "yarn", "beta_fast": 1.0, "beta_slow": 2.0}, "rope.beta_fast 1 must be above beta_slow 2"),
+        ({"type": "yarn", "beta_fast": 0.5}, "rope.beta_fast 0.5 must be above beta_slow 1"),
+        ({"type": "yarn", "mscale": 1.0}, "rope.mscale 1: counts beside mscale_all_dim and without attention_factor"),
+    ],
+)
+def test_parameters_that_do_not_fit_each_other_or_are_missing_are_refused(settings, message):
+    assert message in refused(lambda: extend(tiny_config(), RopeConfig(**settings), LENGTH))
+
+
+def test_a_setting_is_held_against_what_the_model_says():
+    config = tiny_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 8.0})
+    config.rope_parameters["original_max_position_embeddings"] = POSITIONS
+    assert "rope.beta_fast 8 must be above beta_slow 8" in refused(
+        lambda: extend(config, RopeConfig(type="yarn", beta_slow=8.0), LENGTH)
+    )
+    new = extend(config, RopeConfig(type="yarn", truncate=False, mscale=0.75, mscale_all_dim=0.5), LENGTH)
+    assert new.rope_parameters == config.rope_parameters | {
+        "factor": 4.0,
+        "truncate": False,
+        "mscale": 0.75,
+        "mscale_all_dim": 0.5,
+    }
+    assert "rope.truncate: transformers ignores it" in refused(
+        lambda: extend(tiny_config("gemma3_text"), RopeConfig(type="yarn", truncate=False), LENGTH)
+    )
+
+
+# What no number of RoPE is, by key; in a config.json, and in a config that a library made.
+NO_NUMBERS = {
+    "rope_theta": ["10000", None, 0, -1.0, 1, True, float("nan"), float("inf"), [1e4]],
+    "factor": ["2", 0.0, -2, False, float("nan")],
+    "original_max_position_embeddings": ["64", None, 0, 1.5e9, float("nan")],
+    "partial_rotary_factor": ["0.5", None, 0.0, 1.5, True],
+    "attention_factor": ["1", -1.0, float("nan"), True],
+    "beta_fast": ["32", -1, float("inf")],
+    "mscale": ["1", float("nan")],
+    "truncate": ["false", None, 1],
+    "low_freq_factor": ["1", None, 0.0],
+    "long_factor": ["1", None, [1.0, "2"], [1.0, float("nan")], [0.0], 2.0],
+    "rope_type": [3, None, True],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in NO_NUMBERS for value in NO_NUMBERS[name]])
+def test_a_number_of_rope_that_is_none_is_named(name, value, tmp_path):
+    table = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+    config = tiny_config(rope_parameters=dict(table))
+    config.rope_parameters[name] = value
+    assert f"rope: the model's config has {name} {value!r}, which is not" in refused(
+        lambda: extend(config, RopeConfig(type="yarn"), LENGTH)
+    )
+    for where in ({"rope_parameters": table | {name: value}}, {"rope_scaling": table | {name: value}}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, **where}), "utf-8")
+        assert f"its config.json has {next(iter(where))}.{name} {value!r}, which is not" in refused(
+            lambda: open_config(str(tmp_path))
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": "10000"}, "rope_theta '10000', which is not a number above 1 and up to 1e+38"),
+        ({"rope_theta": 0}, "rope_theta 0, which is not a number above 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling 'yarn', which is not a table"),
+        ({"rope_parameters": ["yarn"]}, "rope_parameters ['yarn'], which is not a table"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": "1"}}}, "rope_parameters.full_attention.rope_theta '1'"),
+        ({"partial_rotary_factor": "1"}, "partial_rotary_factor '1', which is not a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan, which is not a number"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"initializer_range": float("inf")}, "initializer_range inf, which is not a number"),
+        ({"some": {"list": [1.0, float("nan")]}}, "some.list nan, which is not a number"),
+    ],
+)
+def test_a_number_of_a_config_that_is_none_is_named(changes, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, **changes}), "utf-8")
+    assert message in refused(lambda: extend(open_config(str(tmp_path)), RopeConfig(type="yarn"), LENGTH))
+
+
+def test_a_config_without_rope_parameters_has_transformers_defaults(tmp_path):
+    for changes in ({}, {"rope_parameters": None}, {"rope_parameters": {}}, {"rope_scaling": None}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, **changes}), "utf-8")
+        extended = extend(open_config(str(tmp_path)), RopeConfig(type="linear"), LENGTH)
+        assert extended.rope_parameters == {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+
+
+def test_rows_of_many_times_the_length_are_warned_of():
+    assert warn_of_stretch(4096, 64 * 4096) == ""
+    assert "pack.sequence_length 1,048,576 is 256 times the 4,096 positions" in warn_of_stretch(4096, 2**20)
+
+
 def test_a_type_that_transformers_does_not_know_is_refused_unless_it_is_replaced():
     config = tiny_config()
     config.rope_parameters = {"rope_type": "banana", "rope_theta": 1e4}
@@ -248,7 +349,7 @@ def test_a_model_without_plain_rope_can_only_be_kept():
 
     config = GPT2Config(n_positions=POSITIONS)
     assert extend(config, RopeConfig(), POSITIONS).max_position_embeddings == POSITIONS
-    with pytest.raises(UserError, match=r"gpt2\) does not use RoPE .*; rope\.type and rope\.theta must be keep"):
+    with pytest.raises(UserError, match=r"gpt2\) does not use one RoPE .*; rope\.type and rope\.theta must be keep"):
         extend(config, RopeConfig(theta=5e5), POSITIONS)
     with pytest.raises(UserError, match=rf"holds {POSITIONS} positions and has no RoPE to extend; give at most"):
         extend(config, RopeConfig(), POSITIONS + 1)

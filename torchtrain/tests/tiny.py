@@ -77,7 +77,10 @@ MORE_FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3_next": (Qwen3NextConfig, _DELTA | _EXPERTS | _HYBRID),
     "granitemoehybrid": (
         GraniteMoeHybridConfig,
-        _MAMBA | _HYBRID | {"num_local_experts": 4, "shared_intermediate_size": 16, "logits_scaling": 3.0},
+        _MAMBA
+        | _HYBRID
+        | {"num_local_experts": 4, "shared_intermediate_size": 16, "logits_scaling": 3.0}
+        | {"position_embedding_type": "rope"},
     ),
     "phi3": (Phi3Config, {"sliding_window": None}),
     "olmo3": (Olmo3Config, {"sliding_window": 20, **_LAYERS}),
