@@ -317,6 +317,18 @@ def build_folder(folder: Path) -> Generator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def remove_tree(path: Path) -> None:
+    """Remove a folder, if it is there. Of a link the link alone: what it leads to is not ours.
+
+    Raises:
+        OSError: what the system says.
+    """
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif os.path.lexists(path):
+        shutil.rmtree(path)
+
+
 def set_aside(folder: Path) -> Path:
     """Rename a folder to a name that nothing has, to show that it is no longer valid. Return the new name.
 

@@ -32,6 +32,9 @@ for _command in (
 ):
     app.command(name=_command.__name__)(_command)
 
+# People look for it.
+app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(runs.export)
+
 
 def main() -> None:
     """Entry point of the command `torchtrain`. `config --help KEY` is `config --explain KEY`."""

@@ -29,4 +29,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class TasksUnfinished(Exception):  # noqa: N818 - what was finished is kept
-    """Tasks of a preparation are not done, through no mistake of the user's; the message says which and what to do."""
+    """Tasks of a preparation or an evaluation are not done, through no mistake of the user's.
+
+    The message says which, and what to do.
+    """

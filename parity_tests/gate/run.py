@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from transformers.utils import logging
 
+from anchorline.command import Leave
 from anchorline.environment import end_with_parent, git_state, processor, versions
 from anchorline.errors import UserError
 from anchorline.files import replace_file
@@ -148,7 +149,7 @@ def _run_in_processes(
         for future in as_completed([pool.submit(_run_group, group, out) for group in groups]):
             yield from future.result()
     except BrokenProcessPool:
-        raise UserError(f"--workers {workers}: a worker was killed, perhaps for want of memory; give fewer") from None
+        raise Leave(f"--workers {workers}: a worker was killed, perhaps for want of memory; give fewer", 1) from None
     except BaseException:  # an interruption does not wait for the cases at work
         for process in pool._processes.values():
             process.terminate()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import torchtrain
 from anchorline import files
-from anchorline.errors import UserError
+from anchorline.command import Leave
 from parity_tests import cli
 from parity_tests.gate import candidate, run
 from parity_tests.gate.candidate import candidate_side, why_not_here
@@ -386,8 +386,9 @@ def kill_this_process(*_):
 
 def test_a_killed_worker_ends_the_run(monkeypatch):
     monkeypatch.setattr(run, "_run_group", kill_this_process)
-    with pytest.raises(UserError, match="--workers 2: a worker was killed"):
+    with pytest.raises(Leave, match="--workers 2: a worker was killed") as left:
         run_gate(gate(SPEC), workers=2)
+    assert left.value.code == 1, "a fault of the machine"
 
 
 def test_one_case_of_a_gate():

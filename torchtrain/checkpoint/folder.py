@@ -2,11 +2,10 @@
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 from anchorline.errors import UserError, disk_fault
-from anchorline.files import DELETED, PARTIAL, FileEntry, differs, set_aside
+from anchorline.files import DELETED, PARTIAL, FileEntry, differs, remove_tree, set_aside
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 
 STEP = re.compile(r"step-\d{8,19}")
@@ -76,11 +75,11 @@ class CheckpointFolder:
         """Remove what interruptions left. Only for the process that holds the run's lock."""
         for name in self._names():
             if _LEFT.fullmatch(name):
-                shutil.rmtree(self.folder / name)
+                remove_tree(self.folder / name)
 
     def _remove(self, step: int) -> None:
         """Rename a checkpoint, then remove it: a crash never leaves a part of it under its name."""
-        shutil.rmtree(set_aside(self.path(step)))
+        remove_tree(set_aside(self.path(step)))
 
     def _names(self) -> list[str]:
         return os.listdir(self.folder) if os.path.lexists(self.folder) else []

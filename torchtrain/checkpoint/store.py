@@ -5,13 +5,12 @@ Nothing in it is pickled. An interruption leaves `*.partial` and `*.deleted`; th
 """
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from anchorline.errors import UserError
-from anchorline.files import PARTIAL, FileEntry, commit, set_aside, write_file
+from anchorline.files import PARTIAL, FileEntry, commit, remove_tree, set_aside, write_file
 from torchtrain.checkpoint import fragments, rng
 from torchtrain.checkpoint.folder import CheckpointFolder, check_file
 from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Manifest
@@ -50,7 +49,7 @@ class Checkpoints(CheckpointFolder):
         with self._remove_on_fault(step, partial, world):
             if leads:
                 self.folder.mkdir(exist_ok=True)
-                shutil.rmtree(partial, ignore_errors=True)
+                remove_tree(partial)
                 partial.mkdir()
         with self._remove_on_fault(step, partial, world):
             entries = fragments.write(partial, state.fragments, world.rank)
@@ -68,7 +67,7 @@ class Checkpoints(CheckpointFolder):
                 damaged = set_aside(self.path(step)) if os.path.lexists(self.path(step)) else None
                 commit(partial, self.path(step))
                 if damaged is not None:
-                    shutil.rmtree(damaged)
+                    remove_tree(damaged)
         with world.together():
             if leads:
                 self.retain(keep, step)
@@ -174,7 +173,8 @@ class Checkpoints(CheckpointFolder):
                 yield
         except (UserError, OtherRankFailed) as error:
             if world.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                with suppress(OSError):
+                    remove_tree(partial)
             if isinstance(error, OtherRankFailed):
                 raise
             whole = [s for s in self.steps() if self.looks_whole(s)]

@@ -39,7 +39,8 @@ def train(
             from torchtrain.modeling.source import check_source
             from torchtrain.run.folder import RunFolder
 
-            # A run in the folder and a missing model are refused before the imports, which take seconds.
+            # A run in the folder, a missing package or model are refused before the imports, which take seconds.
+            config.log.check_installed()
             RunFolder(config.run.folder).check(replace, config.model.source, config.data)
             check_source(config.model.source)
 
@@ -85,20 +86,29 @@ def resume(
     """
     started = time.perf_counter()
     with report_once():
-        from torchtrain.config import load_config
+        from torchtrain.run.folder import RunFolder
 
         if not os.path.lexists(resolve("", folder) / "config.yaml"):
             raise UserError(f"{folder}: holds no run; give the run.folder of a run")
-        config = load_config(folder / "config.yaml", overrides or [])
+        config = RunFolder(folder).read_config(overrides or [])
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
         if os.environ.get("RANK", "0") == "0":
             from torchtrain.modeling.source import check_source
 
+            config.log.check_installed()
             check_source(config.model.source)
 
         from torchtrain.run.recipe import resume as run  # isort: skip
 
         _run(lambda: run(config, step=step, started=started))
+
+
+def export() -> None:
+    """Say that there is nothing to do."""
+    raise UserError(
+        "export: there is no such command, because a run exports by itself: the trained model into model/ of its "
+        "run.folder, and with save.last earlier ones into exports/; `torchtrain status FOLDER` lists them"
+    )
 
 
 def status(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the run's folder")]) -> None:

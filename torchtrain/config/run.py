@@ -1,9 +1,11 @@
 """The run: its folder, saves, evaluations and logs."""
 
+import importlib.util
 from typing import Self
 
 from pydantic import Field, model_validator
 
+from anchorline.errors import UserError
 from torchtrain.config.section import Count, CountOrZero, Name, PathText, Section
 
 
@@ -83,3 +85,15 @@ class LogConfig(Section):
 
     tensorboard: bool = Field(default=False, description="write TensorBoard events into the run's folder")
     wandb: Name | None = Field(default=None, description="send to this project of Weights & Biases")
+
+    def check_installed(self) -> None:
+        """Check that the packages are installed.
+
+        Raises:
+            UserError: one is not.
+        """
+        for name, asked in (("tensorboard", self.tensorboard), ("wandb", self.wandb is not None)):
+            if asked and importlib.util.find_spec(name) is None:
+                raise UserError(
+                    f"log.{name}: the package {name} is not installed: pip install {name}, or take the key out"
+                )

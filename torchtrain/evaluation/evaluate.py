@@ -18,6 +18,7 @@ from anchorline import environment
 from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig
 from torchtrain.data.dataset import anchor_ids
+from torchtrain.errors import TasksUnfinished
 from torchtrain.evaluation import results as kept
 from torchtrain.evaluation.measure import Checkpoint, EvaluatedModel, Say, make_job, measure, plan, tasks_of
 from torchtrain.evaluation.suite import IN_2024, Suite
@@ -63,6 +64,7 @@ def evaluate(
 
     Raises:
         UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
+        TasksUnfinished: a process was killed.
     """
     check_suite(suite, lengths)
     context = _start_imports() if processes > 1 else None
@@ -83,7 +85,7 @@ def evaluate(
             try:
                 list(pool.map(share, range(processes)))
             except BrokenProcessPool:
-                raise UserError(
+                raise TasksUnfinished(
                     "--processes: one of them was killed, perhaps because memory ran out; finished results are kept: "
                     "call it again, with fewer"
                 ) from None

@@ -7,10 +7,9 @@ is written before an export gets its name, so an export is either whole and list
 import json
 import os
 import platform
-import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from anchorline.files import (
     entry_of,
     expand,
     read_json,
+    remove_tree,
     replace_file,
     resolve,
     set_aside,
@@ -36,7 +36,7 @@ from anchorline.files import (
 )
 from torchtrain.checkpoint.folder import STEP, step_of
 from torchtrain.checkpoint.manifest import versions
-from torchtrain.config import Config, DataConfig, dump_config
+from torchtrain.config import Config, DataConfig, dump_config, load_config
 from torchtrain.run.lock import at_work, hold, is_held
 from torchtrain.training.events import MetricsFile, last_saved, read_metrics
 
@@ -123,7 +123,10 @@ class RunFolder:
         begun = {self.lock.name, self.config.name, self.record.name + PARTIAL}  # of a process killed while it made it
         if self._is_run():
             if not replace:
-                raise UserError(f"run.folder {self.path}: already holds a run; choose another, or --replace it")
+                raise UserError(
+                    f"run.folder {self.path}: already holds a run; go on with it: torchtrain resume "
+                    f"{self.path}; or choose another, or --replace it"
+                )
         elif names and not (self.lock.name in names and names <= begun):
             raise UserError(f"run.folder {self.path}: holds files and is not recognised as a run; choose another")
         if not held and is_held(self.lock):
@@ -197,6 +200,21 @@ class RunFolder:
         if type(steps) is not int or not 0 < steps < 2**63 or not isinstance(identity, dict):
             raise UserError(f"{self.record}: is damaged: it lacks the config or the identity of its run; put it back")
         return content
+
+    def read_config(self, overrides: Sequence[str] = ()) -> Config:
+        """Return the config that the run wrote, with overrides.
+
+        Raises:
+            UserError: it is damaged: says where else it stands; or an override does not fit.
+        """
+        try:
+            load_config(self.config)
+        except UserError as error:
+            raise UserError(
+                f"{error}; the config with which the run began stands in {self.record} and in manifest.json of each "
+                "checkpoint, too, under config: mend config.yaml by that"
+            ) from None
+        return load_config(self.config, overrides)
 
     def note_start(self, step: int, tokens: Path, sha256: str, base: Path) -> None:
         """Write into `timing.jsonl` at which step the run starts, and where its tokens and first weights are now.
@@ -315,7 +333,7 @@ class RunFolder:
         No file of an export that fails or is interrupted is left.
         """
         partial = target.with_name(target.name + PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_tree(partial)
         try:
             partial.mkdir(parents=True)
             yield partial
@@ -323,7 +341,8 @@ class RunFolder:
             self._write_outputs(outputs, models=outputs.models | {self._name(target): entries_of(partial)})
             commit(partial, target)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            with suppress(OSError):
+                remove_tree(partial)
             raise
 
     def finish(self, steps: int, plot: bytes) -> None:
@@ -367,7 +386,7 @@ class RunFolder:
             aside = set_aside(folder)  # first, so that an interruption never leaves a part of it under its name
             models = {name: files for name, files in outputs.models.items() if name != self._name(folder)}
             self._write_outputs(outputs, models=models)
-            shutil.rmtree(aside)
+            remove_tree(aside)
         if outputs.finished is not None:
             self._write_outputs(outputs, finished=None)
         self.plot.unlink(missing_ok=True)
@@ -378,7 +397,7 @@ class RunFolder:
             path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
         for pattern in (MODEL, f"{self.exports.name}/step-*"):
             for left in (*self.path.glob(pattern + PARTIAL), *self.path.glob(f"{pattern}{DELETED}*")):
-                shutil.rmtree(left)
+                remove_tree(left)
 
     def _later_exports(self, step: int, last: int) -> list[Path]:
         later = [path for path in self.exports_of_steps() if step_of(path.name) > step]

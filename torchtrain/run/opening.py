@@ -4,7 +4,7 @@ Both set the run up first, so nothing is made or removed for a run that does not
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torchtrain.run.lock import hold
 from torchtrain.run.session import read_layout
 from torchtrain.run.setup import Setup
 from torchtrain.run.termination import Termination
-from torchtrain.training.events import NOTHING, check_beginning, rewind_metrics
+from torchtrain.training.events import NOTHING, has_beginning, rewind_metrics
 
 
 class Opening:
@@ -128,9 +128,24 @@ class Opening:
             if checkpoint is not None:
                 check_config(checkpoint.config, self.config)
             if self.leads:
-                check_beginning(self.folder.metrics, events)
+                if not has_beginning(self.folder.metrics, events):
+                    raise UserError(
+                        f"{self.folder.metrics}: has been changed: it does not begin with the {events.bytes:,} bytes "
+                        f"that belong to step {done}; restore the file, or go back to where it is whole: torchtrain "
+                        f"resume {self.folder.path} --step {self._last_whole_events(done)}"
+                    )
                 self.folder.check_later_exports(done, self.config.train.steps)
         return checkpoint
+
+    def _last_whole_events(self, before: int) -> int:
+        """Return the last step before this one whose checkpoint and beginning of `metrics.jsonl` are whole, or 0."""
+        for step in reversed([step for step in self.checkpoints.steps() if step < before]):
+            with suppress(UserError):
+                self.checkpoints.verify(step)
+                manifest = Manifest.read(self.checkpoints.path(step))
+                if has_beginning(self.folder.metrics, manifest.progress.metrics):
+                    return step
+        return 0
 
     def _return_to(self, checkpoint: Manifest | None, setup: Setup) -> None:
         """Remove what the run left after the checkpoint."""

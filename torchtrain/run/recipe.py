@@ -35,7 +35,7 @@ from torchtrain.marks import IGNORED, PADDING
 from torchtrain.planning.flops import FlopCounter
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.opening import Opening
-from torchtrain.run.report import Journal, check_writers, make_progress_printer
+from torchtrain.run.report import Journal, make_progress_printer
 from torchtrain.run.session import Session
 from torchtrain.run.setup import Setup, set_up
 from torchtrain.run.steps import check_finite, take_steps
@@ -158,7 +158,7 @@ class Trainer:
         with self.world.together():
             resolve("data.cache", self.config.data.cache)
             check_layout(self.config, self.world.size)
-            check_writers(self.config.log)
+            self.config.log.check_installed()
             self.evaluation = make_evaluation(self.config, self.world)
             if new and self.evaluation is not None:
                 self.evaluation.check_new()

@@ -1,7 +1,6 @@
 """What a run reports: `metrics.jsonl`, `timing.jsonl`, progress, TensorBoard, Weights & Biases, `loss.png`."""
 
 import hashlib
-import importlib.util
 import io
 import itertools
 import threading
@@ -188,17 +187,6 @@ def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120, format="png")
     return drawn.getvalue()
-
-
-def check_writers(log: LogConfig) -> None:
-    """Check that the packages that `log` needs are installed.
-
-    Raises:
-        UserError: one is not.
-    """
-    for name, asked in (("tensorboard", log.tensorboard), ("wandb", log.wandb is not None)):
-        if asked and importlib.util.find_spec(name) is None:
-            raise UserError(f"log.{name}: the package {name} is not installed: pip install {name}, or take the key out")
 
 
 def _start_tensorboard(folder: Path, first: int, opened: ExitStack) -> Callable[[dict[str, float], int], None]:

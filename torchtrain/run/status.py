@@ -13,6 +13,7 @@ from torchtrain.run.lock import is_held
 from torchtrain.training.events import read_metrics, step_status
 
 _LAST = 20  # steps from whose time the time left is estimated
+_LAST_LINES = 100  # which are read of a file of events, those of saves and exports among them
 _MOST_BYTES = 1 << 26
 _LONGEST = 8.6e13  # seconds that timedelta takes
 
@@ -41,7 +42,7 @@ def _lines(folder: Path) -> Iterator[str]:
     events, timings = [], []
     for held, path in ((events, run.metrics), (timings, run.timing)):
         try:
-            held += read_metrics(path)
+            held += read_metrics(path, _LAST_LINES)
         except UserError as error:
             yield f"damaged    {error}"
     steps = [event for event in events if event["event"] == "step"]

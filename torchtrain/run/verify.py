@@ -1,5 +1,6 @@
 """`torchtrain verify`: whether every file with a digest is still what was written. And what a run was trained on."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import FileEntry, entry_of
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.config import Config, load_config
+from torchtrain.config import Config
 from torchtrain.data.store import HEADER, TokenStore
 from torchtrain.evaluation.results import Training
 from torchtrain.modeling.load import digest_weights, weight_files
 from torchtrain.run.folder import RunFolder, find_change
+from torchtrain.run.lock import is_held
 
 
 def describe_training(config: Config, record: Mapping[str, Any]) -> Training:
@@ -95,15 +97,26 @@ def _verify_run(run: RunFolder, identity: dict[str, Any]) -> Iterator[Finding]:
     steps: list[int] = []
     models: dict[str, dict[str, FileEntry]] = {}
     starts: list[dict[str, Any]] = []
-    yield from _report_fault(run.config.name, lambda: load_config(run.config))  # it has no digest, and resume reads it
+    yield from _report_fault(run.config.name, run.read_config)  # it has no digest, and resume reads it
     yield from _report_fault("checkpoints", lambda: steps.extend(_steps(run, checkpoints)))
+    at_work = is_held(run.lock)
+
+    def check(what: str, folder: Path, check: Callable[[], object]) -> Iterator[Finding]:
+        """Yield nothing of a folder that a run at work has removed meanwhile, or has not given its name yet."""
+        finding = _check(what, check)
+        if finding.good or os.path.lexists(folder) or not (at_work or is_held(run.lock)):
+            yield finding
+
     for step in steps:
-        yield _check(f"checkpoint of step {step}", lambda step=step: _verify_checkpoint(checkpoints, step))
-    if steps:
-        yield _check(run.metrics.name, lambda: _verify_metrics(run, Manifest.read(checkpoints.path(steps[-1]))))
+        path = checkpoints.path(step)
+        yield from check(f"checkpoint of step {step}", path, lambda step=step: _verify_checkpoint(checkpoints, step))
+    if steps and (newest := checkpoints.steps()):
+        path = checkpoints.path(newest[-1])
+        yield from check(run.metrics.name, path, lambda: _verify_metrics(run, Manifest.read(path)))
     yield from _report_fault(run.outputs.name, lambda: models.update(run.listed_models()))
     for name, files in models.items():
-        yield _check(name, lambda name=name, files=files: _verify_model(run.path / name, files))
+        path = run.path / name
+        yield from check(name, path, lambda path=path, files=files: _verify_model(path, files))
     yield from _report_fault(run.timing.name, lambda: starts.append(_last_start(run)))
     for start in starts:
         if start["base"] is not None and "weights" in identity:

@@ -90,6 +90,8 @@ def test_what_is_left_out_is_said_and_recorded(call, tree, corpus, tmp_path):
         (["confg", "x"], "No such command 'confg'. Did you mean 'config'?"),
         (["train", "x", "--bogus"], "No such option: --bogus"),
         (["train", "none.yaml"], "config none.yaml: no such file"),
+        (["export"], "export: there is no such command, because a run exports by itself: the trained model into model/"),
+        (["export", "runs/x", "--last", "2"], "export: there is no such command, because a run exports by itself"),
     ],
 )
 def test_mistakes_in_the_arguments_are_one_line(monkeypatch, capsys, arguments, message):
@@ -122,6 +124,13 @@ GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="flash runs on this m
 def test_mistakes_are_one_line_and_leave_no_folder(call, tree, override, message):
     assert message in one_line(call("train", override))
     assert not Path(tree["run"]["folder"]).exists()
+
+
+@pytest.mark.parametrize("package", ["tensorboard=true", "wandb=a"])
+def test_a_missing_package_is_refused_before_the_imports(call, monkeypatch, package):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torchtrain.run.recipe", None)  # importing it is an error
+    assert f"log.{package.partition('=')[0]}: the package" in one_line(call("train", f"log.{package}"))
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_a_process_that_is_killed_is_one_line(call, monkeypatch):
     """As the kernel does where memory runs out."""
     monkeypatch.setattr(evaluate, "_measure_share", _die)
     done = call("--tasks", "hellaswag", "--processes", "2")
-    assert done.exit_code == 2
+    assert done.exit_code == 1, "a fault of the machine"
     assert "--processes: one of them was killed" in done.stderr
 
 

@@ -4,6 +4,7 @@ tokens.
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torchtrain.config import Preparation, TokenizerConfig, load_config
 from torchtrain.data import prepare, prepare_store
 from torchtrain.modeling.source import open_tokenizer
 from torchtrain.run import recipe
+from torchtrain.run.lock import hold
 from torchtrain.run.setup import set_up
 from torchtrain.run.verify import verify_folder
 from torchtrain.tests.run_fixtures import QUIET
@@ -60,6 +62,20 @@ def test_a_run_and_its_store_are_verified(straight, place, tmp_path):
         findings(run)
     with pytest.raises(UserError, match=r"is neither a run's folder nor a token store's"):
         findings(tmp_path)
+
+
+@pytest.mark.parametrize("at_work", [True, False])
+@pytest.mark.parametrize(
+    "gone", ["checkpoints/step-00000004", "checkpoints/step-00000006", "exports/step-00000004", "model"]
+)
+def test_what_a_run_at_work_removes_or_has_not_named_yet_is_not_bad(done, gone, at_work):
+    with hold(done / ".lock") if at_work else nullcontext():
+        found = verify_folder(done)
+        first = next(found)
+        (done / gone).rename(done / f"{gone}.deleted")
+        bad = [finding for finding in (first, *found) if not finding.good]
+    again = gone.endswith("4") and "checkpoints" in gone  # it was read before it went
+    assert bool(bad) == (not at_work and not again), bad
 
 
 @pytest.mark.parametrize("change", ["cache", "prepared"])

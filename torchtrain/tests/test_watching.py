@@ -60,6 +60,25 @@ def test_status_tells_and_touches_nothing(place, straight, interrupted):
     assert finished[-1] == f"model      {straight / 'model'}"
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_status_reads_the_ends_of_files_of_any_length(stopped, tmp_path, damaged):
+    """Between the first line and the last ones is a hole of 3 GiB, which would take a minute to read."""
+    run, told = Path(shutil.copytree(stopped, tmp_path / "run")), []
+    for hole in (0, 3 << 30):
+        for name in ("metrics.jsonl", "timing.jsonl"):
+            first, *others = (stopped / name).read_bytes().splitlines(keepends=True)
+            others = others * 150 if not damaged else [*others * 150, b"{}\n", others[-1]]
+            with (run / name).open("wb") as file:
+                file.write(first)
+                file.seek(hole, 1)
+                file.writelines([b"\n"] * bool(hole) + others)
+        told.append([line for line in status_lines(run) if not line.startswith("damaged")])
+        faults = [line for line in status_lines(run) if line.startswith("damaged")]
+        assert len(faults) == 2 * damaged
+        assert all("line 2 from the end is damaged: the field event is missing" in line for line in faults)
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize("key", ["log.tensorboard=true", "log.wandb=a-project"])
 def test_writers_that_are_asked_for_and_not_installed(run, monkeypatch, key):
     name = key.partition(".")[2].partition("=")[0]

@@ -4,6 +4,7 @@
 `timing.jsonl` holds durations and is only appended to.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -17,9 +18,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted
-from anchorline.files import FileEntry, entry_of, parse_json, read_file, sync
+from anchorline.files import FileEntry, entry_of, open_file, parse_json, read_file, sync
 
 _MOST_BYTES = 1 << 31
+_FIRST_BYTES = 1 << 20  # in which a first line is looked for
 NOTHING = FileEntry(bytes=0, sha256=hashlib.sha256().hexdigest())
 
 
@@ -39,7 +41,8 @@ class MetricsFile:
 
     def __enter__(self) -> "MetricsFile":
         if self._path is not None:
-            complete = read_file(self._path, _MOST_BYTES).rfind(b"\n") + 1 if os.path.lexists(self._path) else 0
+            start, end = _read_end(self._path, 0) if os.path.lexists(self._path) else (0, b"")
+            complete = start + end.rfind(b"\n") + 1
             # Unbuffered: closing the file does not repeat a write that failed.
             self._file = open(self._path, "ab", buffering=0, opener=_open_without_blocking)
             self._file.truncate(complete)
@@ -80,22 +83,17 @@ def _open_without_blocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
-def check_beginning(path: Path, entry: FileEntry) -> None:
-    """Check that a file of events begins with the bytes that a checkpoint recorded.
+def has_beginning(path: Path, entry: FileEntry) -> bool:
+    """Whether a file of events begins with the bytes that a checkpoint recorded.
 
     Raises:
-        UserError: it does not.
         OSError: it cannot be read.
     """
-    if (entry_of(path, entry.bytes) if path.exists() else NOTHING) != entry:
-        raise UserError(
-            f"{path}: has been changed: it does not begin with the {entry.bytes:,} bytes that belong to the "
-            "checkpoint; restore the file, or start again with --step 0"
-        )
+    return (entry_of(path, entry.bytes) if path.exists() else NOTHING) == entry
 
 
 def rewind_metrics(path: Path, entry: FileEntry) -> None:
-    """Truncate a file of events to a checkpoint's size, after `check_beginning`."""
+    """Truncate a file of events to a checkpoint's size, after `has_beginning`."""
     path.touch()
     os.truncate(path, entry.bytes)
     sync(path)
@@ -151,37 +149,72 @@ _METRICS = {"step": _Step, "evaluation": _Losses}
 _TIMING = {"step": _Speed, "save": _OfStep, "begin": _Begin}
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path, last: int | None = None) -> list[dict[str, Any]]:
     """Return the events of a `metrics.jsonl` or `timing.jsonl` in order, without an incomplete last line.
 
     A file that does not exist has no events.
 
+    Args:
+        path: the file.
+        last: read no more than the first line and about so many last ones, which takes the same time of any length.
+
     Raises:
         UserError: the file cannot be read, or a line is damaged; the message names file and line.
     """
+    start, lines = 0, list[bytes]()
     try:
-        content = read_file(path, _MOST_BYTES)
+        if last is None:
+            *lines, _ = read_file(path, _MOST_BYTES).split(b"\n")
+        else:
+            start, end = _read_end(path, last)
+            *lines, _ = end.split(b"\n")
+            if start:
+                with open_file(path) as file:
+                    first, newline, _ = file.read(_FIRST_BYTES).partition(b"\n")
+                lines[:1] = [first] if newline else []  # the line that is cut off goes
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(f"{path}: {one_line(error.strerror or error).lower()}") from None
     kinds = _TIMING if path.name == "timing.jsonl" else _METRICS
     events = []
-    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+    for number, line in enumerate(lines, 1):
         try:
             event = parse_json(line)
             if not isinstance(event.get("event"), str):
                 raise ValueError("the field event is missing")
             if (kind := kinds.get(event["event"])) is not None:
                 kind.model_validate(event)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise UserError(f"{path}: line {number} is damaged: {quoted(place)[1:-1]}: {first['msg']}") from None
         except ValueError as error:
-            raise UserError(f"{path}: line {number} is damaged: {one_line(error)[:200]}") from None
+            where, reason = f"line {number}", one_line(error)[:200]
+            if start and number > 1:
+                where = f"line {len(lines) + 1 - number} from the end"
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                reason = f"{quoted('.'.join(map(str, first['loc'])))[1:-1]}: {first['msg']}"
+            raise UserError(f"{path}: {where} is damaged: {reason}") from None
         events.append(event)
     return events
+
+
+def _read_end(path: Path, lines: int) -> tuple[int, bytes]:
+    """Return where the end of a file begins that has more than so many of its last lines, and the end; a short file
+    whole.
+
+    Raises:
+        OSError: as `open_file`; or it has no such end.
+    """
+    size, length = path.stat().st_size, 1 << 16
+    while True:
+        start = max(0, size - length)
+        with open_file(path) as file:
+            file.seek(start)
+            end = file.read(size - start)
+        if not start or end.count(b"\n") > lines:
+            return start, end
+        if length >= _MOST_BYTES:
+            raise OSError(errno.EFBIG, f"its last lines are longer than {_MOST_BYTES:,} bytes", str(path))
+        length *= 4
 
 
 def last_saved(events: Sequence[Mapping[str, Any]]) -> int | None:
