@@ -46,7 +46,7 @@ def describe() -> str:
     codes = "\n".join(line[4:] for line in doc.splitlines() if line.startswith("    "))
     parts = [HEAD.format(codes=codes)]
     for name, app in load_apps().items():
-        for verb in app.registered_commands:
+        for verb in (verb for verb in app.registered_commands if not verb.hidden):
             assert verb.callback is not None
             called = verb.name or verb.callback.__name__.replace("_", "-")
             about = (verb.callback.__doc__ or "").strip().splitlines()[0]

@@ -90,7 +90,10 @@ def test_what_is_left_out_is_said_and_recorded(call, tree, corpus, tmp_path):
         (["confg", "x"], "No such command 'confg'. Did you mean 'config'?"),
         (["train", "x", "--bogus"], "No such option: --bogus"),
         (["train", "none.yaml"], "config none.yaml: no such file"),
-        (["export"], "export: there is no such command, because a run exports by itself: the trained model into model/"),
+        (
+            ["export"],
+            "export: there is no such command, because a run exports by itself: the trained model into model/",
+        ),
         (["export", "runs/x", "--last", "2"], "export: there is no such command, because a run exports by itself"),
     ],
 )
