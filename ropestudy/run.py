@@ -40,8 +40,11 @@ def run_study(config: StudyConfig, out: Path, progress: OnCell = lambda *_: None
     created = datetime.now(UTC).isoformat(timespec="seconds")
     _check_folder(config, out)
     pretrained = load_pretrained(config.model)
-    if pretrained.bos is None and config.masks is not None:
-        raise UserError(f"masks: needs a BOS, and the tokenizer of {config.model.source!r} has none; set masks: off")
+    for name in ("masks", "places"):
+        if pretrained.bos is None and name in config.experiments:
+            raise UserError(
+                f"{name}: needs a BOS, and the tokenizer of {config.model.source!r} has none; set {name}: off"
+            )
     sections = config.experiments.values()
     count = max(max(section.sequences, getattr(section, "documents", 1)) for section in sections)
     tokens = config.text.tokens or max(section.longest for section in sections)

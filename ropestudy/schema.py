@@ -30,10 +30,13 @@ from anchorline.files import replace_file
 RESULTS = "results.json"
 DIGITS = 7  # of a number in a compact file
 Mode = Literal["local", "propagated"]
-AttentionGroup = Literal["shift_pairs", "lengths", "baseline", "on_alone", "off_alone", "remedy", "control", "mask"]
+AttentionGroup = Literal[
+    "shift_pairs", "lengths", "baseline", "on_alone", "off_alone", "remedy", "control", "mask", "place"
+]
 OutputsGroup = Literal["setup", "dose", "site"]
 Group = AttentionGroup | OutputsGroup
 Against = Literal["shift", "exact", "phases", "reset"]
+Opening = Literal["bos", "anchor", "none"]
 
 
 class _Part(BaseModel):
@@ -103,10 +106,13 @@ class Record(_Part):
     tokens: int = Field(description="of each sequence")
     sequences: int
     mask: str = Field(default="full", description="full, intra, intra_reset, anchor")
-    gap: int = Field(default=0, description="between the positions of the row's two halves")
+    opening: Opening = Field(default="bos", description="what the row has before its document")
+    gap: int = Field(
+        default=0, description="between the positions of the row's two halves; after an anchor: between it and the rest"
+    )
     d1: int = Field(description="shift of the condition: the position of a row's first token")
     against: Against = Field(
-        description="what the condition is compared with: itself at the shift d2; `exact` at d1 (same mask and text); "
+        description="what the condition is compared with: itself at the shift d2; `exact` at d2 (same mask and text); "
         "itself without random phases; or itself under intra_reset"
     )
     d2: int = Field(description="shift of the other run")

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from anchorline import settings
 from anchorline.errors import UserError
 from ropestudy.compute.conditions import DOSES, condition
-from ropestudy.schema import Mode
+from ropestudy.schema import Mode, Opening
 
 # RoPE's float32 angles hold each whole number only up to 2^24. A shift, a gap and a length together stay below it.
 MOST_SHIFT, MOST_GAP, MOST_TOKENS = 2**23, 2**22, 2**21
@@ -190,6 +190,29 @@ class MasksConfig(_Placed):
         return self
 
 
+class DocumentPlaces(_Strict):
+    """What stands before a document, and where the row begins."""
+
+    opening: Opening = Field(default="bos", description="a BOS, a BOS as an anchor farther away, or nothing")
+    gap: Gap = Field(default=0, description="positions between the anchor and the document")
+    starts: list[Shift] = Field(min_length=1, description="positions of the row's first token")
+
+
+class PlacesConfig(Experiment):
+    """The error of one document at several places, each against float64."""
+
+    lengths: list[Tokens] = Field(min_length=1, description="tokens of the document")
+    places: list[DocumentPlaces] = Field(min_length=1, description="each is measured")
+    conditions: list[ConditionName] = Field(
+        default=[*BF16_PRESETS], min_length=1, description="names of `conditions.CONDITIONS`"
+    )
+
+    @property
+    def longest(self) -> int:
+        """The longest of the lengths."""
+        return max(self.lengths)
+
+
 class SitesConfig(_OutputsAlone):
     """Every site alone, by what it does to the outputs."""
 
@@ -221,6 +244,7 @@ class StudyConfig(_Strict):
     remedies: RemediesConfig | None = Field(default=None, description="what people do against it")
     lengths: LengthsConfig | None = Field(default=None, description="two shifts at many lengths")
     shift_pairs: ShiftPairsConfig | None = Field(default=None, description="many pairs of shifts")
+    places: PlacesConfig | None = Field(default=None, description="one document at several places")
     masks: MasksConfig | None = Field(default=None, description="packed documents under every mask")
     sites: SitesConfig | None = Field(default=None, description="outputs with one site rounded")
     factorial: FactorialConfig | None = Field(default=None, description="attention with one site rounded, or not")

@@ -76,9 +76,9 @@ def row(pool: Pool, number: int, tokens: int, bos_id: int | None) -> RowArrays:
     return RowArrays(ids, np.ones(tokens, np.int64), np.arange(tokens), (tokens,))
 
 
-def open_gap(positions_T: np.ndarray, gap: int) -> np.ndarray:
-    """Return positions with the second half of the row moved `gap` farther: queries there see keys far away."""
-    return positions_T + gap * (np.arange(len(positions_T)) >= len(positions_T) // 2)
+def open_gap(positions_T: np.ndarray, gap: int, first: int) -> np.ndarray:
+    """Return positions with those from index `first` on moved `gap` farther: queries there see keys far away."""
+    return positions_T + gap * (np.arange(len(positions_T)) >= first)
 
 
 def copy_row(pool: Pool, number: int, tokens: int, bos_id: int | None, seed: int) -> tuple[RowArrays, np.ndarray]:

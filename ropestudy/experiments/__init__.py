@@ -5,7 +5,7 @@ outputs alone.
 """
 
 from ropestudy.cells import Question
-from ropestudy.experiments import outcomes, scores, shifts
+from ropestudy.experiments import outcomes, places, scores, shifts
 from ropestudy.spec import StudyConfig
 
 QUESTIONS = {
@@ -14,6 +14,7 @@ QUESTIONS = {
     "remedies": scores.remedy,
     "lengths": shifts.lengths,
     "shift_pairs": shifts.shift_pairs,
+    "places": places.places,
     "masks": scores.masks,
     "sites": outcomes.sites,
     "factorial": scores.factorial,

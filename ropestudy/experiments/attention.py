@@ -29,7 +29,8 @@ class AttentionCell(Cell):
     streams, pairs, divergences: see `engine.compare`.
     columns_of: pairs whose columns are kept, by their places.
     documents: in a packed row, which always opens with the BOS.
-    gap: between the positions of the row's two halves.
+    opening: of a row of one document.
+    gap: between the positions of the row's two halves, or between an anchor and the rest.
     """
 
     streams: tuple[Runs, ...]
@@ -39,6 +40,7 @@ class AttentionCell(Cell):
     columns_of: tuple[int, ...] = ()
     mask: str = "full"
     documents: int | None = None
+    opening: schema.Opening = "bos"
     gap: int = 0
 
     @property
@@ -52,7 +54,7 @@ class AttentionCell(Cell):
         for runs in self.streams:
             base = made if runs.mask is None else self._row(bench, runs.mask)
             assert np.array_equal(base.documents, made.documents), "runs of other documents are not the same function"
-            positions_T = text.open_gap(base.positions, self.gap)
+            positions_T = text.open_gap(base.positions, self.gap, 1 if self.opening == "anchor" else self.tokens // 2)
             streams.append(Stream(runs.condition, positions_T + np.array(runs.shifts)[:, None]))
         row, decoder = Row(made.ids, made.documents, made.targets), bench.decoder(self.model)
         sums, divergences = compare(decoder, row, streams, self.pairs, self.divergences, bench.config.block)
@@ -62,7 +64,7 @@ class AttentionCell(Cell):
         return CellResult(samples=samples, divergences=divergences)
 
     def _row(self, bench: Bench, mask: str) -> text.RowArrays:
-        bos = bench.pretrained.bos
+        bos = None if self.opening == "none" else bench.pretrained.bos
         if self.documents is None:
             return text.row(bench.pool, self.number, self.tokens, bos)
         assert bos is not None
@@ -115,7 +117,8 @@ def make_question(
         for one in comparisons:
             about: dict[str, Any] = describe(one.condition) | {
                 **{"group": one.group, "model": model, "tokens": tokens, "sequences": len(results)},
-                **{"mask": cell.mask, "gap": cell.gap, "d1": one.d1, "against": one.against, "d2": one.d2},
+                **{"mask": cell.mask, "opening": cell.opening, "gap": cell.gap},
+                **{"d1": one.d1, "against": one.against, "d2": one.d2},
             }
             for pair in one.pairs:
                 samples = [result.samples[pairs.index(pair)] for result in results]

@@ -70,7 +70,7 @@ class RowsOfText(NamedTuple):
             else:
                 one = row(bench.pool, number, tokens, bos)
                 targets = one.targets
-            made.append((one.ids, open_gap(one.positions, setting.gap) + setting.start, targets))
+            made.append((one.ids, open_gap(one.positions, setting.gap, tokens // 2) + setting.start, targets))
         ids, positions, targets = (np.stack(arrays) for arrays in zip(*made, strict=True))
         documents_T = np.ones(tokens, np.int64)
         counts_T = np.arange(tokens) >= (tokens // 2 if setting.gap else 0)
