@@ -193,6 +193,7 @@ class MasksConfig(_Placed):
 class DocumentPlaces(_Strict):
     """What stands before a document, and where the row begins."""
 
+    lengths: list[Tokens] = Field(min_length=1, description="tokens of the document")
     opening: Opening = Field(default="bos", description="a BOS, a BOS as an anchor farther away, or nothing")
     gap: Gap = Field(default=0, description="positions between the anchor and the document")
     starts: list[Shift] = Field(min_length=1, description="positions of the row's first token")
@@ -201,7 +202,6 @@ class DocumentPlaces(_Strict):
 class PlacesConfig(Experiment):
     """The error of one document at several places, each against float64."""
 
-    lengths: list[Tokens] = Field(min_length=1, description="tokens of the document")
     places: list[DocumentPlaces] = Field(min_length=1, description="each is measured")
     conditions: list[ConditionName] = Field(
         default=[*BF16_PRESETS], min_length=1, description="names of `conditions.CONDITIONS`"
@@ -209,8 +209,8 @@ class PlacesConfig(Experiment):
 
     @property
     def longest(self) -> int:
-        """The longest of the lengths."""
-        return max(self.lengths)
+        """The longest document."""
+        return max(tokens for place in self.places for tokens in place.lengths)
 
 
 class SitesConfig(_OutputsAlone):

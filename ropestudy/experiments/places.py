@@ -1,7 +1,6 @@
 """The experiment over places: the error of one document at 0 and elsewhere, with a BOS, an anchor or neither."""
 
 from collections.abc import Iterator
-from itertools import product
 
 from ropestudy.cells import Question
 from ropestudy.compute.conditions import EXACT, condition
@@ -12,7 +11,7 @@ from ropestudy.spec import PlacesConfig
 
 def places(section: PlacesConfig, seed: int) -> Iterator[Question]:
     """Every length in every place. Rows that differ by a shift share one float64 run, at the first of their starts."""
-    for tokens, place in product(section.lengths, section.places):
+    for place, tokens in ((one, tokens) for one in section.places for tokens in one.lengths):
         truth, first = Run(0, 0), place.starts[0]
         streams, comparisons = [Runs(EXACT, (first,))], []
         for number, one in enumerate(map(condition, section.conditions), start=1):
