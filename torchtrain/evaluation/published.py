@@ -56,10 +56,13 @@ class PublishedTraining(Section):
 
 
 class PublishedTable(Section):
-    """Rows of one kind of score: by variant for models that were trained alike, else by the model's name."""
+    """Rows of one kind of score: by variant for models that were trained alike, else by the model's name.
+
+    `ruler_bases` has a row for each type and base of RoPE, and belongs to no run.
+    """
 
     table: Count  # its number in the paper
-    scores: Literal["ruler_11", "ruler_13", "ruler_tasks", "short"]
+    scores: Literal["ruler_11", "ruler_13", "ruler_tasks", "ruler_bases", "longbench", "short"]
     model: Name | None = None
     training: Name | None = None
     length: Count | None = None  # tokens of the prompts; for ruler_tasks alone
@@ -88,7 +91,7 @@ class Publication(Section):
             steps: of the checkpoints that were measured.
         """
         if table.training is None:
-            named = [row for name, row in table.rows.items() if self.models[name] == source]
+            named = [row for name, row in table.rows.items() if self.models.get(name) == source]
             return named[0] if named and training is None and steps == {None} else []
         published, model = self.trainings[table.training], self.models[table.model or ""]
         if training is None or model is None or training.model != model or not published.matches(training):

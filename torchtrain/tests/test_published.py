@@ -137,3 +137,18 @@ def test_a_model_as_it_was_published_is_known_by_its_hub_id(tmp_path, published)
     }
     assert shown("b", 4096, source=LLAMA)["Tasks at 4,096 tokens"]["b, published"]["cwe"] == "76.8 (table 11)"
     assert shown("c", 4000, source="models/Llama-2-7b-hf") == shown("d", 4000, training=_training()) == {}
+
+
+def test_what_the_paper_prints_beside_its_tables_follows_from_our_copy(published):
+    """Table 3's means, table 4's falls beyond the trained length, and the three places where two tables disagree."""
+    rows = {n: {name: row for t in published.tables if t.table == n for name, row in t.rows.items()} for n in (2, 3, 4)}
+    means = {"500": 20.80, "10K": 42.66, "200K": 79.81, "600K": 82.70, "900K": 82.64, "5M": 81.48, "1B": 78.47}
+    assert {name: sum(row) / 4 for name, row in rows[3].items()} == {
+        f"RoPE {base}": pytest.approx(mean, abs=0.006) for base, mean in means.items()
+    }
+    falls = [30.95, 14.83, 22.84, 7.15, 11.18, 8.06, 23.01, 26.94, 19.58]
+    assert [row[1] - row[0] for row in rows[4].values()] == pytest.approx(falls)
+    differ = [name for name, (_, at_64k) in rows[4].items() if name in rows[2] and rows[2][name][0] != at_64k]
+    assert differ == ["RoPE 1M", "YaRN 5M"]
+    icl = {t.training: t.rows["anchor+tag"][1] for t in published.tables if t.table == 12}
+    assert icl["UpSampledMix-128K"] == 49.70  # 50.70 in table 7
