@@ -4,7 +4,7 @@
 # plan), FlexAttention, which compiles for every shape, and layers with a state. A part that is cut off keeps its results.
 #     benchmarks/gpu.sh [FOLDER [CONFIG [PART...]]]
 # FOLDER gets the results (default: benchmarks/results/gpu); begin with summary.md. CONFIG names what `torchtrain bench` measures
-# (default: configs/bench/gpu.yaml). PARTs: step engines attention runs flex hybrids (default: all).
+# (default: configs/bench/gpu.yaml). PARTs: tf32 step engines attention runs flex hybrids (default: all).
 # PYTHON chooses the interpreter; the packages of the extras torch, jax and dev must be importable from it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -43,6 +43,7 @@ bench() {
     timeout -s INT -k 10 "$seconds" "$python" -m torchtrain bench "$name" "$config" --out "$out" "$@" 2>&1 | tee "$out/$name.txt" || status=$?
 }
 engines="parity_tests/tests/test_engines_against_oracle.py torchtrain/tests/test_hf.py"
+if wanted tf32; then "$python" benchmarks/tf32_angles.py 2>&1 | tee "$out/tf32.txt" || status=$?; fi
 bench step 60
 run engines 100 $engines -m gpu -k "not flex"
 bench attention 70 "attention.engines=[flash,flash3,flash4,sdpa]" "attention.rivals=[BOS per document]"

@@ -23,12 +23,22 @@ from benchmarks.experiment.effects import PRECISION, RELATIVITY, SINK, estimate,
 from benchmarks.experiment.recall import Measurement
 from benchmarks.experiment.spec import Run
 from ropestudy.report.effects import Effect, difference_of, exponent_of, fold_of, format_number, mean_of, typical_of
-from ropestudy.schema import Against, AttentionRecord, OutputsRecord, Record, Results, read_results
+from ropestudy.schema import Against, AttentionRecord, Columns, OutputsRecord, Record, Results, read_results
+from torchtrain.evaluation.published import PLACE as PUBLISHED
+from torchtrain.evaluation.published import load_published
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, KEPT = ROOT / "docs" / "precision.md", ROOT / "benchmarks" / "results"
 # The prefix of keys, and the kept study that they are made from.
-STUDIES = {"": "precision.json.xz", "second.": "precision-second.json.xz", "fp8.": "precision-fp8.json.xz"}
+STUDIES = {
+    "": "precision.json.xz",
+    "second.": "precision-second.json.xz",
+    "fp8.": "precision-fp8.json.xz",
+    "places.": "precision-places.json.xz",
+    "places.second.": "precision-places-second.json.xz",
+    "places.trained.": "precision-places-trained.json.xz",
+    "places.second.trained.": "precision-places-second-trained.json.xz",
+}
 POWER = 1.96 + 0.84  # standard errors that an effect must have to be seen with 80% power
 
 MARKER = re.compile(r"<!--n:(?P<key>[^ >]+)-->.*?<!--/n-->", re.DOTALL)
@@ -45,7 +55,18 @@ ACTIONS = {
     "bf16": (FP8, FLASH),
     "before": (FP8, f"{FP8}_before"),
 }
-MASKS = (("intra_reset", "intra"), ("anchor", "full"), ("anchor", "intra"), ("intra", "full"))
+MASKS = (("anchor", "full"), ("intra", "full"))
+# A document in one place over the same in another: opening, position of the row's first token, gap behind an anchor.
+PLACES = {
+    "reset": (("bos", 0, 0), ("bos", 4096, 0)),
+    "bare": (("none", 4097, 0), ("bos", 4096, 0)),
+    "bare_reset": (("none", 0, 0), ("none", 4097, 0)),
+    "anchor": (("anchor", 0, 4096), ("bos", 4096, 0)),
+    "anchor_over_bare": (("anchor", 0, 4096), ("none", 4097, 0)),
+    "anchor_moved": (("anchor", 4096, 4096), ("anchor", 0, 4096)),
+    "anchor_near": (("anchor", 0, 512), ("bos", 512, 0)),
+    **{f"at_{start}": (("bos", start, 0), ("bos", 0, 0)) for start in (16, 512, 4096, 32752, 131056)},
+}
 MOST_POSITION, TRAINED = 2**20, 8192  # beyond a million positions float32's own angles err as much as bf16
 
 Numbers = dict[str, str]
@@ -73,7 +94,7 @@ def fill_page(page: str, numbers: Numbers) -> str:
 
 def kept_numbers() -> Numbers:
     """Return the text of every key, from the kept studies and the training experiment."""
-    numbers = _training()
+    numbers = _training() | _published()
     for prefix, name in STUDIES.items():
         numbers |= make_numbers(read_results(KEPT / name), prefix)
     return numbers
@@ -97,10 +118,18 @@ def _training() -> Numbers:
     return numbers
 
 
+def _published() -> Numbers:
+    """What the paper's table 5 says of resets and anchors: the mean over the lengths, one number for each training."""
+    rows = [table.rows for table in load_published(ROOT / PUBLISHED).tables if table.table == 5]
+    contrasts = {"reset": ("intra_reset", "intra"), "anchor": ("anchor", "intra_reset")}
+    each = {name: [np.mean(np.subtract(run[a], run[b])) for run in rows] for name, (a, b) in contrasts.items()}
+    return {f"paper.{name}": mean_of(values).written() for name, values in each.items()}
+
+
 def make_numbers(results: Results, prefix: str = "") -> Numbers:
     """Return the text of every key that a study has records for. prefix: of every key, `second.` for instance."""
     effects: dict[str, list[Effect]] = defaultdict(list)
-    for make in (_actions, _fp8_sums, _doses, _sites, _shifts, _lengths, _models, _masks, _causes):
+    for make in (_actions, _fp8_sums, _doses, _sites, _shifts, _lengths, _models, _masks, _places, _causes):
         for key, effect in make(results):
             effects[key].append(effect)
     numbers = {key: _format(several) for key, several in effects.items()}
@@ -222,13 +251,25 @@ def _first_token(results: Results) -> Numbers:
         "first.least_logits": str(sum(min(one.d_logit) == one.d_logit[0] for one in columns)),
         "first.columns": str(len(d)),
         "first.share": _percent([mean_of(one.difference.first_share.values) for one in records]),
-        "first.rest": _percent([mean_of([1 - x for x in one.difference.first_share.values]) for one in records]),
+        "first.unweighted": _percent([_unweighted(one) for one in columns]),
+        "first.last_32": _percent([mean_of([sum(one.d[-32:]) / sum(one.d)]) for one in columns]),
+        "d.texts": _percent([mean_of([_spread(one.difference.d.values)]) for one in records]),
         "first.d": format_number(d[0], 2),
         "first.next_d": format_number(max(d[1:]), 2),
         "first.attention": f"{100 * shown.difference.first_mass_unweighted.mean:.0f}%",
         "first.logits": format_number(logits[0]),
         "first.median_logits": format_number(float(np.median(logits))),
     }
+
+
+def _unweighted(columns: Columns) -> Effect:
+    """Return the first column's share of all differences, each counted once."""
+    unweighted = np.array(columns.d) * np.arange(len(columns.d), 0, -1)
+    return mean_of([unweighted[0] / unweighted.sum()])
+
+
+def _spread(values: Sequence[float]) -> float:
+    return float(np.std(values, ddof=1) / np.mean(values))
 
 
 def _by_length(results: Results) -> dict[str, list[AttentionRecord]]:
@@ -261,6 +302,12 @@ def _sizes(results: Results) -> Numbers:
         numbers[f"{key}.texts"] = str(points[0].sequences)
         for one in points:
             numbers[f"{key}.{one.tokens}"] = format_number(one.difference.d_logit_first.mean, 4)
+            numbers[f"{key}.{one.tokens}.share"] = f"{100 * one.difference.first_share.mean:.2g}%"
+    for one in _attention(results, "shift", "local"):
+        if one.group == "shift_pairs" and one.d2 == one.d1 + 16 and one.model == "pretrained":
+            first, rest = one.difference.d_logit_first.mean, one.difference.d_logit_rest.mean
+            numbers[f"d.{one.condition}.{one.d1}"] = format_number(one.difference.d.mean)
+            numbers[f"logits.{one.condition}.{one.d1}"] = format_number(first / rest, 2)
     for one in _outputs(results, "setup"):
         if one.condition.startswith(f"{FP8}_acc"):
             numbers |= {"sums.tokens": f"{one.tokens:,}", "sums.texts": str(one.sequences)}
@@ -294,6 +341,34 @@ def _masks(results: Results) -> Effects:
                     yield f"mask.{mask}.{over}.{name}", _fold(one, other)
     for one in _attention(results, "reset"):
         yield f"reset.moved.{'bf16' if one.condition in BF16 else one.condition}", mean_of(_moved(one))
+
+
+def _places(results: Results) -> Effects:
+    """Errors of a document in one place over those in another, by its length; and the first token's attention."""
+    records = [one for one in results.records if one.group == "place"]
+    by_place: dict[Place, AttentionRecord | OutputsRecord] = {}
+    for one in records:
+        tokens = one.tokens - (one.opening != "none")
+        by_place[one.kind, tokens, one.condition, one.opening, one.d1, one.gap] = one
+        if isinstance(one, AttentionRecord) and one.condition == FLASH:
+            yield f"share.{one.opening}.{one.gap}.{tokens}", mean_of(one.difference.first_mass_unweighted.values)
+    for (kind, tokens, condition, *place), one in by_place.items():
+        for name, (a, b) in PLACES.items():
+            other = by_place.get((kind, tokens, condition, *b))
+            if tuple(place) != a or other is None:
+                continue
+            measure = "error" if kind == "attention" else "kl"
+            for key in (f"{name}.{tokens}", f"{name}.{tokens}.{condition}"):
+                yield f"{key}.{measure}", _fold(one, other)
+                if isinstance(one, OutputsRecord) and isinstance(other, OutputsRecord):
+                    yield f"{key}.loss", difference_of(_lost(one), _lost(other))
+
+
+def _lost(one: OutputsRecord) -> np.ndarray:
+    """Return what the roundings add to the loss, text by text."""
+    assert one.outputs.nll_p is not None
+    assert one.outputs.nll_q is not None
+    return np.subtract(one.outputs.nll_q.values, one.outputs.nll_p.values)
 
 
 def _causes(results: Results) -> Effects:
@@ -344,8 +419,8 @@ def _far_from_0(one: Record) -> bool:
 
 
 def _moved(one: AttentionRecord) -> list[float]:
-    """Return how much probability differs between the two runs, text by text."""
-    return one.difference.row.values
+    """Return how much probability moves between the two runs, text by text: from 0 to 1 (all of it)."""
+    return [difference / 2 for difference in one.difference.row.values]
 
 
 def _fold(one: AttentionRecord | OutputsRecord, other: AttentionRecord | OutputsRecord) -> Effect:

@@ -81,11 +81,7 @@ def load_pretrained(model: ModelConfig) -> Pretrained:
 
     Raises UserError, one line: no such model, an architecture that the oracle does not know, no tokenizer.json.
     """
-    folder = (
-        _smollm2_folder()
-        if model.source == "smollm2"
-        else hub.find_model(model.source, "model.source", ("*.json", *hub.WEIGHTS))
-    )
+    folder = find_folder(model.source)
     try:
         config_json = read_json(folder / "config.json", "model.source")
         config, decoder = load_hf(folder)
@@ -107,6 +103,13 @@ def load_pretrained(model: ModelConfig) -> Pretrained:
         digest.update(np.asarray(arrays[name]).tobytes())
     bos = _bos(folder, config_json, tokenizer)
     return Pretrained(config_json, decoder.config, cast(decoder, DTYPE), tokenizer, bos, digest.hexdigest())
+
+
+def find_folder(source: str) -> Path:
+    """Return the folder of a model. Raises UserError: there is none."""
+    if source == "smollm2":
+        return _smollm2_folder()
+    return hub.find_model(source, "model.source", ("*.json", *hub.WEIGHTS))
 
 
 def _smollm2_folder() -> Path:
