@@ -9,7 +9,6 @@ interval. A key with several effects gets the range of their values.
 """
 
 import argparse
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from anchorline.errors import UserError
-from anchorline.files import read_json, save
-from benchmarks.experiment.effects import PRECISION, RELATIVITY, SINK, estimate, log_probability_at
-from benchmarks.experiment.recall import Measurement
-from benchmarks.experiment.spec import Run
+from anchorline.files import save
 from ropestudy.report.effects import Effect, difference_of, exponent_of, fold_of, format_number, mean_of, typical_of
 from ropestudy.schema import Against, AttentionRecord, Columns, OutputsRecord, Record, Results, read_results
 from torchtrain.evaluation.published import PLACE as PUBLISHED
@@ -36,10 +32,8 @@ STUDIES = {
     "fp8.": "precision-fp8.json.xz",
     "places.": "precision-places.json.xz",
     "places.second.": "precision-places-second.json.xz",
-    "places.trained.": "precision-places-trained.json.xz",
     "places.second.trained.": "precision-places-second-trained.json.xz",
 }
-POWER = 1.96 + 0.84  # standard errors that an effect must have to be seen with 80% power
 
 MARKER = re.compile(r"<!--n:(?P<key>[^ >]+)-->.*?<!--/n-->", re.DOTALL)
 EAGER, FLASH, PAPER, FP8 = "hf_eager_bf16", "flash_bf16", "paper_bf16", "fa3_fp8"
@@ -63,6 +57,7 @@ PLACES = {
     "bare_reset": (("none", 0, 0), ("none", 4097, 0)),
     "anchor": (("anchor", 0, 4096), ("bos", 4096, 0)),
     "anchor_over_bare": (("anchor", 0, 4096), ("none", 4097, 0)),
+    "anchor_over_reset": (("anchor", 0, 4096), ("bos", 0, 0)),
     "anchor_moved": (("anchor", 4096, 4096), ("anchor", 0, 4096)),
     "anchor_near": (("anchor", 0, 512), ("bos", 512, 0)),
     **{f"at_{start}": (("bos", start, 0), ("bos", 0, 0)) for start in (16, 512, 4096, 32752, 131056)},
@@ -93,28 +88,10 @@ def fill_page(page: str, numbers: Numbers) -> str:
 
 
 def kept_numbers() -> Numbers:
-    """Return the text of every key, from the kept studies and the training experiment."""
-    numbers = _training() | _published()
+    """Return the text of every key, from the kept studies and the paper's tables."""
+    numbers = _published()
     for prefix, name in STUDIES.items():
         numbers |= make_numbers(read_results(KEPT / name), prefix)
-    return numbers
-
-
-def _training() -> Numbers:
-    """The numbers of the training experiment: what the answers' log-probability gains, over seeds."""
-    content = read_json(KEPT / "training-experiment.json")["measured"]
-    measured = {Run(*name.rsplit("-", 2)): Measurement.model_validate(one) for name, one in content.items()}
-    measured = {run._replace(seed=int(run.seed)): one for run, one in measured.items()}
-    answers, numbers = log_probability_at(), {}
-    for name, contrast in (("anchor", SINK), ("relativity", RELATIVITY), ("precision", PRECISION)):
-        gain = estimate(contrast, measured, answers)
-        assert gain is not None, "the kept experiment has all runs of its contrasts"
-        numbers[f"train.{name}"] = mean_of(gain.each).written()
-        if contrast is SINK:
-            intra = [answers(one) for run, one in measured.items() if run[:2] == ("exact", "intra")]
-            spread = float(np.std(intra, ddof=1))
-            numbers |= {"train.seeds": str(len(gain.each)), "train.spread": format_number(spread, 2)}
-            numbers["train.unpaired"] = str(math.ceil(2 * (POWER * spread / gain.mean) ** 2))
     return numbers
 
 
@@ -156,11 +133,12 @@ def _counts(effects: dict[str, list[Effect]]) -> Numbers:
     numbers = {}
     for key, several in effects.items():
         label, _, kind = key.rpartition(".")
-        if kind == "left":
+        if kind in ("left", "error"):
             numbers[f"{label}.cases"] = str(len(several))
             numbers[f"{label}.excludes_1"] = str(sum(one.high < 1 or one.low > 1 for one in several))
+        if kind == "left":
             numbers[f"{label}.less"] = _percent([Effect(1 - one.value, 1 - one.high, 1 - one.low) for one in several])
-        elif kind == "harm":
+        elif kind in ("harm", "loss"):
             numbers[f"{label}.loss_moved"] = str(sum(one.low > 0 or one.high < 0 for one in several))
     return numbers
 

@@ -59,10 +59,10 @@ class Difference(_Part, Generic[N]):
     N is `Stat`, or `float` for one sequence.
     """
 
-    d: N = Field(description="eq. 5: sum over layers, heads, columns j of n_j sum_i |ATTN_ij(a) - ATTN_ij(b)|")
+    d: N = Field(description="eq. 4: sum over layers, heads, columns j of n_j sum_i |ATTN_ij(a) - ATTN_ij(b)|")
     first_share: N = Field(description="column 0's part of d, 0 to 1")
     first_mass_unweighted: N = Field(description="column 0's part of the attention mass: its mean probability")
-    d_logit_first: N = Field(description="eq. 6: n_0 sum_i |dLOGIT_i0|, logits before softmax, scaled as in softmax")
+    d_logit_first: N = Field(description="eq. 5: n_0 sum_i |dLOGIT_i0|, logits before softmax, scaled as in softmax")
     d_logit_rest: N = Field(description="the mean over columns j > 0 of n_j sum_i |dLOGIT_ij|, visible pairs only")
     row: N = Field(description="mean over queries, layers, heads of sum_j |dATTN_ij|: 0 to 2, does not grow with T")
 

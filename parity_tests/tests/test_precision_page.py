@@ -1,6 +1,8 @@
 """docs/precision.md and README.md: every number of the study in them comes from the kept studies."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,19 @@ def test_no_number_of_a_result_is_written_by_hand(page):
     assert [number for number in RESULT.findall(prose) if number not in quoted] == []
 
 
+def test_a_script_with_numpy_alone_recomputes_the_verdicts(page):
+    script = PAGE.parents[1] / "benchmarks" / "precision_sceptic.py"
+    imported = {*re.findall(r"^(?:import|from) (\w+)", script.read_text(encoding="utf-8"), re.MULTILINE)}
+    assert imported - sys.stdlib_module_names == {"numpy"}
+    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    recomputed, numbers = dict(line.split(": ", 1) for line in shown.stdout.splitlines()), kept_numbers()
+    assert recomputed == {key: numbers[key] for key in recomputed}
+    claims = re.findall(r"\| `(\w+)` \|", page)
+    assert len(claims) == 7
+    for claim in claims:
+        assert f"def {claim}()" in script.read_text(encoding="utf-8")
+
+
 def test_an_unknown_key_is_refused():
     with pytest.raises(UserError, match=r"'no\.such' is unknown"):
         fill_page("<!--n:no.such-->1<!--/n-->", {})
@@ -45,3 +60,6 @@ def test_what_the_prose_says_in_words_holds():
     assert numbers["unrounded.near.excludes_1"] == numbers["unrounded.near.cases"]
     assert (numbers["first.above_half"], numbers["inv_freq.far.trained.loss_moved"]) == ("0", "0")
     assert numbers["rotate32.near.loss_moved"] == "0"
+    for key in ("places.reset.256", "places.anchor_over_reset.256"):
+        assert numbers[f"{key}.excludes_1"] == numbers[f"{key}.cases"]
+    assert numbers["places.anchor_over_bare.256.excludes_1"] == "0"

@@ -1,4 +1,4 @@
-"""The paper's measures (arXiv 2411.13476, equations 5 and 6), made from the sums of the engine.
+"""The paper's measures (arXiv 2411.13476, equations 4 and 5), made from the sums of the engine.
 
 Legend: T tokens of a row · L layers · H heads · j column (key) · i row (query).
 """

@@ -40,7 +40,7 @@ def draw_shift(results: Results) -> Figure | None:
         axes.errorbar([d for d, _ in points], y, bars, linewidth=1, **POINTS, **style)
 
     records = [one for one in _shifts(results, "shift_pairs") if SHIFT in (one.d1, one.d2)]  # D is symmetric
-    axes = {"xscale": "symlog", "yscale": "log", "xlabel": f"d1 (d2 = {SHIFT})", "ylabel": "D (eq. 5)"}
+    axes = {"xscale": "symlog", "yscale": "log", "xlabel": f"d1 (d2 = {SHIFT})", "ylabel": "D (eq. 4)"}
     return _by_mode(records, draw, axes)
 
 
@@ -57,7 +57,7 @@ def draw_tokens(results: Results) -> Figure | None:
 
 
 def draw_length(results: Results) -> Figure | None:
-    """The paper's figure 1, right: D_logit of the first column (full lines) and the mean of all others (broken)."""
+    """The paper's figure 1, right: D_logit of the first column (solid lines) and the mean of all others (dashed)."""
 
     def draw(axes: Any, records: list[AttentionRecord], style: dict[str, str]) -> None:
         x = [one.tokens for one in records]
@@ -66,8 +66,8 @@ def draw_length(results: Results) -> Figure | None:
         axes.plot(x, first, **POINTS, **style)
         axes.plot(x, rest, color=style["color"], linestyle="--", marker="s", markersize=3)
 
-    axes = {"xscale": "log", "yscale": "log", "xlabel": "tokens", "ylabel": "D_logit (eq. 6)"}
-    return _by_mode(_shifts(results, "lengths"), draw, axes, "; broken: mean of the other columns")
+    axes = {"xscale": "log", "yscale": "log", "xlabel": "tokens", "ylabel": "D_logit (eq. 5)"}
+    return _by_mode(_shifts(results, "lengths"), draw, axes, "; dashed: mean of the other columns")
 
 
 def draw_dose(results: Results) -> Figure | None:

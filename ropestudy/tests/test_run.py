@@ -48,7 +48,7 @@ FEWER = [
     "remedies.positions=[{d1: 0}, {d1: 100, d2: 116, gap: 50}]",
     *(f"{name}.sequences=1" for name in ("factorial", "remedies", "controls")),
 ]
-OTHERS = ("setups", "dose", "sites", "shift_pairs", "factorial", "remedies", "controls", "masks")
+OTHERS = ("setups", "dose", "sites", "shift_pairs", "factorial", "remedies", "controls", "places", "masks")
 ONE_LENGTH = [*(f"{name}=off" for name in OTHERS), "lengths.lengths=[6]", f"lengths.contestants=[{HALF}]"]
 
 
@@ -86,10 +86,10 @@ def test_every_record_is_there_and_reads_back(finished, tmp_path):
     results, out = finished
     assert read_results(out) == results
     assert {one.group for one in of(results, "attention")} == {
-        *("shift_pairs", "lengths", "baseline", "on_alone", "remedy", "control", "mask"),
+        *("shift_pairs", "lengths", "baseline", "on_alone", "remedy", "control", "place", "mask"),
     }
     assert {one.group for one in of(results, "outputs", against="exact")} == {
-        *("baseline", "on_alone", "remedy", "control", "mask", "setup", "dose", "site"),
+        *("baseline", "on_alone", "remedy", "control", "place", "mask", "setup", "dose", "site"),
     }
     one = {"group": "shift_pairs", "model": "pretrained", "condition": "hf_eager_bf16"}
     local = of(results, "attention", mode="local", **one)
@@ -137,6 +137,23 @@ def test_reset_positions_change_nothing_in_exact_arithmetic(finished):
     )
     assert exact <= half * 2.0**-40  # what is left is float64's rounding, 2^-45 of bf16's
     assert half > 0
+
+
+def test_a_document_in_several_places(finished):
+    """A shift is the same function, an anchor without distance is a BOS, and distance or no BOS is another function."""
+
+    def outputs(**place) -> dict:
+        found = of(finished[0], "outputs", group="place", **place)
+        return {one.condition: one.outputs for one in found}
+
+    behind_bos, shifted = outputs(opening="bos", d1=0), outputs(opening="bos", d1=100)
+    near, far = outputs(opening="anchor", gap=0), outputs(opening="anchor", gap=100)
+    bare = outputs(opening="none", d1=100)
+    assert near == behind_bos
+    for other, same in ((shifted, True), (far, False), (bare, False)):
+        assert (other["exact"].nll_p == behind_bos["exact"].nll_p) is same
+        assert max(other["exact"].kl.values) <= max(other["hf_eager_bf16"].kl.values) * 2.0**-60
+    assert shifted["hf_eager_bf16"].kl != behind_bos["hf_eager_bf16"].kl
 
 
 def test_an_interrupted_study_continues_and_ends_the_same(given, finished, tmp_path):
