@@ -18,16 +18,17 @@ VARIANTS = ("full", "intra", "intra_reset", "anchor")
 
 @dataclass(frozen=True)
 class RowLayout:
-    """One packed row under a variant: two arrays of the contract, and where each stored token comes from.
+    """One packed row under a variant: two arrays of the contract, and what each stored token is.
 
     `source[i]` is the place token i would have with documents stored whole and in order; only full+interleave moves
-    tokens. `turns` is the order of the merge, a document's index from 0 for each piece; without interleaving, document
-    by document.
+    tokens. `labelled[i]` says whether token i predicts the next one of its document. `turns` is the order of the merge,
+    a document's index from 0 for each piece; without interleaving, document by document.
     """
 
     document_ids: np.ndarray  # int64 [T]
     position_ids: np.ndarray  # int64 [T]
     source: np.ndarray  # int64 [T]
+    labelled: np.ndarray  # bool [T]
     turns: np.ndarray  # int64 [pieces]
 
 
@@ -40,6 +41,7 @@ def lay_out(
     chunks: int = 4,
     seed: int = 0,
     turns: Sequence[int] | None = None,
+    targets: Sequence[Sequence[bool]] | None = None,
 ) -> RowLayout:
     """Lay out one row: `anchor` prefix tokens, documents of these lengths opened by `tag` tokens each, `padding`
     tokens.
@@ -61,6 +63,7 @@ def lay_out(
         chunks: pieces a document is cut into.
         seed: of the merge order.
         turns: the merge order itself, as `RowLayout.turns`, instead of one drawn from `seed`.
+        targets: of each document, which of its tokens may be predicted; None: all. Its first token never is.
 
     Raises UserError: an unknown variant, a length or a number of chunks that is not positive, turns of other pieces.
     """
@@ -88,16 +91,19 @@ def lay_out(
     merged = np.concatenate([np.arange(anchor), *(next(queues[turn]) for turn in order), np.arange(starts[-1], T)])
     positions = np.empty(T, dtype=np.int64)
     positions[merged] = np.arange(T)
+    labelled = np.zeros(T, dtype=bool)
+    for start, n, own in zip(starts, lengths, targets or [[True] * n for n in lengths], strict=False):
+        labelled[start + tag : start + tag + n - 1] = own[1:]
 
     if base != "anchor":
         ids[ids == ANCHOR] = 1
     if base == "full":
         ids[ids > ANCHOR] = 1
-        return RowLayout(ids[merged], np.arange(T), merged, order)
+        return RowLayout(ids[merged], np.arange(T), merged, labelled[merged], order)
     if base == "intra_reset":
         for document in np.unique(ids):
             positions[ids == document] = np.arange((ids == document).sum())
-    return RowLayout(ids, positions, np.arange(T), order)
+    return RowLayout(ids, positions, np.arange(T), labelled, order)
 
 
 def draw(document_ids: np.ndarray, seen: str = "■", unseen: str = "·") -> str:

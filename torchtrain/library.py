@@ -19,7 +19,9 @@ from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig, RopeConfig
 from torchtrain.data import PackedRows, anchor_ids, pad_id, tag_ids
 from torchtrain.data import collate as stack
+from torchtrain.data.answers import Answered, AnswerEncoder, kind_of
 from torchtrain.data.encode import Encoder
+from torchtrain.data.files import BadItemError
 from torchtrain.data.store import Documents
 from torchtrain.marks import IGNORED
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 _AT_A_TIME = 1024  # documents that are tokenised together
 _NEEDED = ("input_ids", "position_ids", "document_ids", "shift_labels")
-_LABELS = ("labels", "shift_labels", "completion_mask", "assistant_masks")
 
 
 def pack(
@@ -50,14 +51,19 @@ def pack(
     Args:
         documents: strings; lists (or arrays) of token ids; dicts with `text_field` or with `input_ids`; or a
             `datasets.Dataset` or `IterableDataset`, which yields such dicts. A streamed data set is read to its end.
+            Dicts with `messages`, with `prompt` and `completion`, or with `input_ids` and one of `labels`,
+            `completion_mask` and `assistant_masks` have answers, and only these are targets
+            (`torchtrain.data.answers`).
         tokenizer: a fast tokenizer. A special token that is written in a text is tokenised as text.
         sequence_length: T.
         variant: full, intra, intra_reset or anchor, each with +tag and/or +interleave.
         text_field: the key of a dict's text.
         domain_field: the key of a dict's domain, which +tag writes and which `domain_ids` number; None: one domain.
-        append_eos: close each text with the tokenizer's EOS. Token ids are taken as they are.
+        append_eos: close each text, and each completion that is a text, with the tokenizer's EOS. Token ids and
+            conversations are taken as they are.
         seed: of the order of documents.
-        pack_settings: further settings of the section `pack` (docs/settings.md), such as `strategy="best_fit"`.
+        pack_settings: further settings of the section `pack` (docs/settings.md), such as `strategy="best_fit"`, which
+            is the default where documents have answers. `longer="drop"` leaves out those longer than a row.
 
     Returns:
         A map-style data set. A row is a dict of `input_ids`, `position_ids`, `document_ids`, `shift_labels` and
@@ -78,13 +84,22 @@ def pack(
     anchor = anchor_ids(tokenizer, config)
     domains: dict[str, int] = {}
     tokens: list[np.ndarray] = []
+    targets: list[np.ndarray | None] = []
     of_document: list[int] = []
-    for domain, ids in _tokenise(_read(documents, len(tokenizer), text_field, domain_field), tokenizer, append_eos):
+    answers = AnswerEncoder(tokenizer, "text", append_eos)
+    read = _read(documents, len(tokenizer), text_field, domain_field, answers)
+    for domain, ids, of_ids in _tokenise(read, tokenizer, append_eos):
         tokens.append(ids)
+        targets.append(of_ids)
         of_document.append(domains.setdefault(domain, len(domains)))
     if not tokens:
         raise UserError("documents: there is none with a token; give at least one")
-    held = Documents.of(tokens, of_document, list(domains))
+    own = None
+    if any(of_ids is not None for of_ids in targets):
+        own = [np.ones(len(ids), bool) if of is None else of for ids, of in zip(tokens, targets, strict=True)]
+        if "strategy" not in pack_settings:
+            config = config.model_copy(update={"strategy": "best_fit"})
+    held = Documents.of(tokens, of_document, list(domains), own)
     tags = tag_ids(tokenizer, config, held.domains)
     return PackedRows(held, np.arange(len(held)), config, seed, anchor, tags, pad_id(tokenizer))
 
@@ -167,19 +182,27 @@ def _check_documents(documents: Any) -> None:
 
 
 def _read(
-    documents: Iterable[Any], vocabulary: int, text_field: str, domain_field: str | None
+    documents: Iterable[Any], vocabulary: int, text_field: str, domain_field: str | None, answers: AnswerEncoder
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (domain, text or token ids) of each document."""
+    """Yield (domain, text or token ids or `Answered`) of each document."""
     for number, document in enumerate(documents):
         where, domain, content = f"documents[{number}]", "documents", document
         if isinstance(document, Mapping):
-            if found := [name for name in _LABELS if name in document]:
-                raise UserError(f"{where}: has {found[0]}, which pack does not use: it labels tokens itself; remove it")
-            name = text_field if text_field in document else "input_ids"
-            if name not in document:
-                keys = ", ".join(map(str, islice(document, 8)))
-                raise UserError(f"{where}: has no {quoted(text_field)} and no 'input_ids', but {keys}; set text_field")
-            content = document[name]
+            if "shift_labels" in document:
+                raise UserError(f"{where}: has shift_labels; pack shifts labels itself: give them as labels, unshifted")
+            if kind := kind_of(document):
+                try:
+                    content = answers.encode(document, kind)
+                except BadItemError as why:
+                    raise UserError(f"{where}: {why}") from None
+            else:
+                name = text_field if text_field in document else "input_ids"
+                if name not in document:
+                    keys = ", ".join(map(str, islice(document, 8)))
+                    raise UserError(
+                        f"{where}: has no {quoted(text_field)} and no 'input_ids', but {keys}; set text_field"
+                    )
+                content = document[name]
             if domain_field is not None:
                 domain = document.get(domain_field)
                 if not isinstance(domain, str) or not domain:
@@ -188,7 +211,9 @@ def _read(
             raise UserError(
                 f"{where}: domain_field {quoted(domain_field)} belongs to dicts; give dicts, or leave it out"
             )
-        if not isinstance(content, str):
+        if isinstance(content, Answered):
+            pass
+        elif not isinstance(content, str):
             content = _as_tokens(content, vocabulary, where)
         elif not content.strip():
             raise UserError(f"{where}: the text is blank; remove it")
@@ -212,13 +237,16 @@ def _as_tokens(content: Any, vocabulary: int, where: str) -> np.ndarray:
 
 def _tokenise(
     documents: Iterator[tuple[str, Any]], tokenizer: "PreTrainedTokenizerFast", append_eos: bool
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (domain, token ids) of each document, in order; what has no token is left out."""
+) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
+    """Yield domain, token ids and targets (None: all) of each document, in order; what has no token is left out."""
     encoder = Encoder(tokenizer, "text")
     eos = [tokenizer.eos_token_id] if append_eos and tokenizer.eos_token_id is not None else []
     while batch := list(islice(documents, _AT_A_TIME)):
         encoded = encoder.encode([content for _, content in batch if isinstance(content, str)])
         for domain, content in batch:
+            if isinstance(content, Answered):
+                yield domain, content.tokens, content.targets
+                continue
             ids = np.append(next(encoded), np.array(eos, np.int32)) if isinstance(content, str) else content
             if len(ids):
-                yield domain, ids
+                yield domain, ids, None

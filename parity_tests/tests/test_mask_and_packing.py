@@ -12,6 +12,7 @@ from torchtrain.attention.plan import make_plan
 from torchtrain.attention.rule import visible_BTT
 from torchtrain.config import BASE_VARIANTS, PackConfig
 from torchtrain.data.rows import SpanTokens, build_row
+from torchtrain.marks import IGNORED
 from torchtrain.tests.layouts import document_ids, named_batch
 
 VARIANTS = [base + tag + merge for base in BASE_VARIANTS for tag in ("", "+tag") for merge in ("", "+interleave")]
@@ -39,6 +40,7 @@ def rows(draw) -> dict:
         "padding": draw(st.integers(0, 4)),
         "chunks": draw(st.integers(2, 6)),
         "seed": draw(st.integers(0, 2**32 - 1)),
+        "answers": draw(st.booleans()),
     }
 
 
@@ -54,9 +56,12 @@ def test_rows_of_every_variant(variant, row):
     numbers = iter(range(T))
     prefix = [next(numbers) for _ in range(anchor)]
     spans = []
-    for n in lengths:
+    drawn = np.random.default_rng(row["seed"])
+    targets = [drawn.integers(2, size=n).astype(bool) for n in lengths] if row["answers"] else None
+    for number, n in enumerate(lengths):
         opening = [next(numbers) for _ in range(tag)]
-        spans.append(SpanTokens(np.array([next(numbers) for _ in range(n)]), domain=0, tag=opening))
+        tokens = np.array([next(numbers) for _ in range(n)])
+        spans.append(SpanTokens(tokens, domain=0, tag=opening, targets=targets and targets[number]))
     pack = PackConfig(sequence_length=T, variant=variant, chunks=chunks)
     trainer = build_row(spans, pack, prefix, pad_id=-7, random=np.random.default_rng(row["seed"]))
 
@@ -65,9 +70,10 @@ def test_rows_of_every_variant(variant, row):
         np.repeat(np.arange(len(lengths)), [min(chunks, n) for n in lengths])
     )
     oracle = lay_out(
-        lengths, variant.replace("+tag", ""), anchor=anchor, padding=padding, tag=tag, chunks=chunks, turns=turns
+        *(lengths, variant.replace("+tag", ""), anchor, padding, tag, chunks), turns=turns, targets=targets
     )
     np.testing.assert_array_equal(oracle.document_ids, trainer["document_ids"])
     np.testing.assert_array_equal(oracle.position_ids, trainer["position_ids"])
     stored_whole = np.array([*range(T - padding), *[-7] * padding])
     np.testing.assert_array_equal(stored_whole[oracle.source], trainer["input_ids"])
+    np.testing.assert_array_equal(oracle.labelled, trainer["shift_labels"] != IGNORED)

@@ -37,6 +37,12 @@ class Source(Section):
     revision: Name | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
     streaming: bool = Field(default=False, description="read the dataset without downloading it first")
     text_field: Name = Field(default="text", description="field of each record that holds its text")
+    records: Literal["text", "messages", "completion", "tokens"] = Field(
+        default="text",
+        description="what a record holds. text: a text, of which every token is a target. messages: a conversation, of "
+        "which what the assistant says is a target. completion: prompt and completion. tokens: input_ids with labels, "
+        "completion_mask or assistant_masks",
+    )
     domain: Name | None = Field(default=None, description="one domain for the whole source; default: its own name")
     domain_field: Name | None = Field(
         default=None, description="field of each record that names its domain (dotted for nested, e.g. `meta.name`)"
@@ -68,6 +74,13 @@ class Source(Section):
             raise ValueError("domain and domain_field exclude each other; remove one")
         if self.dataset is None and (self.streaming or self.subset or self.revision or self.split != "train"):
             raise ValueError("streaming, subset, split and revision belong to a `dataset` source; remove them")
+        if self.records != "text":
+            if self.demo is not None or self.texts is not None:
+                raise ValueError(f"records {self.records} belongs to files or dataset; demo and texts hold texts")
+            if self.filters or self.text_field != "text":
+                raise ValueError(
+                    f"filters and text_field belong to records: text; remove them, or records: {self.records}"
+                )
         return self
 
 
@@ -116,6 +129,10 @@ class DataConfig(Section):
         default="text",
         description="how a special token such as </s> in a document's text is read: as text, or as the control token",
     )
+    chat_template: PathText | None = Field(
+        default=None,
+        description="file of a chat template in Jinja, for records: messages; default: the tokenizer's own",
+    )
     min_tokens: Count = Field(default=1, description="shorter documents are dropped and reported")
     bad_record_share: Share = Field(
         default=0.001,
@@ -135,8 +152,17 @@ class DataConfig(Section):
         default=None, description="the choice of documents to train on, and how often"
     )
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether some documents have targets of their own: then no document is cut."""
+        return any(source.records != "text" for source in self.sources)
+
     @model_validator(mode="after")
     def _has_documents(self) -> Self:
+        if self.has_answers and self.near_duplicates:
+            raise ValueError(
+                "near_duplicates compares texts, and a source has records of another kind; set it to false"
+            )
         if not self.sources and self.prepared is None:
             raise ValueError("there is nothing to read; give sources, or prepared (a store from `torchtrain prepare`)")
         if not self.sources:

@@ -46,6 +46,12 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _answers_stay_whole(self) -> Self:
+        if self.data.has_answers and self.pack.cuts_answers:
+            raise ValueError(f"pack.{self.pack.cuts_answers} (data.sources: records)")
+        return self
+
+    @model_validator(mode="after")
     def _compiled_layers_are_whole(self) -> Self:
         model, others = self.model, ""
         if self.distributed.share == "documents":

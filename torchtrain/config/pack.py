@@ -46,7 +46,8 @@ class PackConfig(Section):
     )
     anchor: Literal["auto"] | int | list[int] = Field(
         default="auto",
-        description="token id(s) at the start of every row; auto: the tokenizer's BOS, else its EOS",
+        description="token id(s) at the start of every row; auto: the tokenizer's BOS, else its EOS; []: none, where "
+        "the variant has no anchor",
     )
     tag_template: Name = Field(default="Source: {domain}\n", description="text before each document with +tag")
     chunks: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(
@@ -61,6 +62,11 @@ class PackConfig(Section):
         default=False, description="train a document's last token to predict the next document's first (the authors')"
     )
     last: Literal["pad", "drop"] = Field(default="pad", description="the last, unfilled row is padded or dropped")
+    longer: Literal["refuse", "drop"] = Field(
+        default="refuse",
+        description="a document that is longer than a row, in a corpus with answers (data.sources: records), which is "
+        "never cut: end with an error, or leave it out",
+    )
     strategy: Literal["sequential", "best_fit", "by_length"] = Field(
         default="sequential",
         description="how rows are filled. sequential (the paper's): documents end to end. best_fit: only documents "
@@ -90,6 +96,17 @@ class PackConfig(Section):
         if self.strategy == "best_fit" and self.last == "drop":
             raise ValueError("strategy best_fit leaves room in many rows, not only in the last; set last to pad")
         return self
+
+    @property
+    def cuts_answers(self) -> str | None:
+        """Which setting does not go with documents that have answers, why, and what to set; None: none."""
+        if self.strategy != "best_fit":
+            return f"strategy {self.strategy}: cuts documents, and answers need their questions; set it to best_fit"
+        if self.interleave:
+            return f"variant {self.variant}: cuts documents, and answers need their questions; leave +interleave out"
+        if self.cross_document_targets:
+            return "cross_document_targets: trains tokens that are no answers; set it to false"
+        return None
 
     @property
     def base_variant(self) -> Variant:

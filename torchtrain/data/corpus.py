@@ -43,11 +43,15 @@ _BLOCKS = ("datatrove.pipeline.filters", "datatrove.pipeline.formatters")
 
 @dataclass(frozen=True)
 class Document:
-    """One document's text, the domain it counts for, and its place in the source."""
+    """One document's text, the domain it counts for, and its place in the source.
+
+    A record with answers of its own (`source.records`) has no text here but all its `fields`.
+    """
 
     text: str
     domain: str
     where: str = field(default="", compare=False)
+    fields: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,8 @@ def source_name(source: Source) -> str:
 
 def _read_part(source: Source, part: SourcePart | None) -> Iterator[Record]:
     """Yield the records of a part; None: of the whole demo or data set."""
-    number, text_field = part.number if part else 0, source.text_field
+    number = part.number if part else 0
+    text_field = source.text_field if source.records == "text" else None
     if source.demo is not None:
         texts = corpora.documents(source.demo, f"data.sources: demo {source.demo!r}")
         records, text_field = ((where, {"text": text}) for where, text in texts), "text"
@@ -217,10 +222,10 @@ def _read_part(source: Source, part: SourcePart | None) -> Iterator[Record]:
         records = dataset_items(source, part.number if part else None)
     else:
         assert part is not None
-        named = {"text_field": source.text_field, "domain_field": source.domain_field}
+        named = {"text_field": text_field, "domain_field": source.domain_field}
         fields = {setting: name for setting, name in named.items() if name is not None}
         if source.texts is None:
-            records = items(part.place, fields, everything=bool(source.filters))
+            records = items(part.place, fields, everything=bool(source.filters) or text_field is None)
         else:
             records = (text_item(one) for one in (part.place,))
     if source.sample is not None:
@@ -310,7 +315,7 @@ class SampleShort:
 
 
 def _record(
-    where: str, item: Any, text_field: str, domain_field: str | None, domain: str, rename: Mapping[str, str]
+    where: str, item: Any, text_field: str | None, domain_field: str | None, domain: str, rename: Mapping[str, str]
 ) -> Document | BadRecord:
     try:
         if isinstance(item, BadItemError):
@@ -321,6 +326,10 @@ def _record(
             if any(unicodedata.category(character) == "Cc" for character in named):
                 raise BadItemError(f"{domain_field!r} holds control characters")
             domain = rename.get(named, named)
+        if text_field is None:
+            if not isinstance(item, dict):
+                raise BadItemError(f"is not a JSON object but {type(item).__name__}")
+            return Document("", domain, where, item)
         return Document(_string(item, text_field, "text_field"), domain, where)
     except BadItemError as why:
         return BadRecord(where, str(why), domain)

@@ -105,7 +105,8 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
         together: rows of a step; `pack.strategy` by_length makes them alike.
 
     Raises:
-        UserError: there are no documents, anchor and tag leave no room in a row, or `pack.last: drop` leaves no row.
+        UserError: there are no documents, anchor and tag leave no room in a row, or `pack.last: drop` leaves no row;
+            documents with answers would be cut.
     """
 
     def __init__(
@@ -130,6 +131,11 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
                 f"pack.sequence_length {pack.sequence_length}: an anchor of {len(anchor_ids)} and a tag of "
                 f"{tag_lengths.max()} tokens leave no room for a document; make rows longer"
             )
+        self.too_long = 0  # documents with answers that no row holds
+        self._skipped = np.zeros(len(store), dtype=np.int64)  # tokens at a document's start that the anchor stands for
+        self.lengths = store.lengths
+        if store.targets is not None:
+            self._keep_whole(tag_lengths)
         self._overhead = tag_lengths[store.document_domains[self.documents]]
         self._tags = bool(self._overhead.any())
         self._plans: dict[int, PackPlan] = {}
@@ -138,6 +144,31 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
             raise UserError(
                 f"pack.last 'drop' leaves no row: {self.plan(0).dropped_tokens} tokens do not fill "
                 f"pack.sequence_length {pack.sequence_length}; use pad, shorter rows or more data"
+            )
+
+    def _keep_whole(self, tag_lengths: np.ndarray) -> None:
+        """Prepare for documents with answers: none is cut, and none repeats the anchor that it sees."""
+        pack, store = self.pack, self.store
+        if pack.cuts_answers:
+            raise UserError(f"pack.{pack.cuts_answers}")
+        if pack.base_variant.has_anchor and len(self.anchor_ids) == 1:
+            opens = [store.part(i, 0, 1)[0] == self.anchor_ids[0] for i in range(len(store))]
+            self._skipped = np.array(opens, dtype=np.int64) * (store.lengths > 1)
+            self.lengths = store.lengths - self._skipped
+        room = self._capacity - tag_lengths[store.document_domains[self.documents]]
+        fits = self.lengths[self.documents] <= room
+        self.too_long = int((~fits).sum())
+        if self.too_long and pack.longer == "refuse":
+            longest = int(self.lengths[self.documents].max())
+            raise UserError(
+                f"pack.sequence_length {pack.sequence_length}: {self.too_long:,} documents with answers are longer "
+                f"than a row (the longest has {longest:,} tokens), and are never cut; make rows longer, or set "
+                "pack.longer to drop"
+            )
+        self.documents = self.documents[fits]
+        if not len(self.documents):
+            raise UserError(
+                f"pack.longer drop: leaves nothing of {self.too_long:,} documents; make pack.sequence_length longer"
             )
 
     def __len__(self) -> int:
@@ -177,7 +208,7 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
         """Return the plan of an epoch, with its counts of tokens, padding and what is dropped."""
         plan = self._plans.get(epoch)
         if plan is None:
-            lengths = self.store.lengths[self.documents]
+            lengths = self.lengths[self.documents]
             last, strategy = self.pack.last, self.pack.strategy
             before = sum(map(self._rows_of, range(epoch))) if strategy == "by_length" else 0
             plan = PackPlan(
@@ -199,8 +230,9 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
         for index, start, stop in self.plan(epoch).spans(row):
             document = int(self.documents[index])
             domain = int(self.store.document_domains[document])
-            tokens = self.store.part(document, start, stop)
-            spans.append(SpanTokens(tokens, domain, self.tag_ids.get(domain, ())))
+            place = start + int(self._skipped[document]), stop + int(self._skipped[document])
+            tokens, targets = self.store.part(document, *place), self.store.targets_of(document, *place)
+            spans.append(SpanTokens(tokens, domain, self.tag_ids.get(domain, ()), targets))
         # A generator costs a tenth of a short row.
         random = random_stream(self.seed, INTERLEAVE, epoch, row) if self.pack.interleave else None
         return build_row(spans, self.pack, self.anchor_ids, self.pad_id, random)
@@ -225,7 +257,7 @@ def anchor_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig) -> list[i
             return special[:1]
         raise UserError("pack.anchor 'auto': the tokenizer has neither BOS nor EOS; give a token id")
     ids = [pack.anchor] if isinstance(pack.anchor, int) else pack.anchor
-    if not ids:
+    if not ids and pack.base_variant.has_anchor:
         raise UserError("pack.anchor []: the list is empty; give at least one token id, or auto")
     known = set(tokenizer.get_vocab().values())
     for token in ids:

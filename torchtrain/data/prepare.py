@@ -25,7 +25,7 @@ from torchtrain.config import DataConfig, Source
 from torchtrain.data.corpus import make_filters, read, source_files
 from torchtrain.data.files import FileInfo, is_url
 from torchtrain.data.store import HEADER, SourceCount, TokenStore
-from torchtrain.data.writer import PreparationProgress, Tokeniser
+from torchtrain.data.writer import PreparationProgress, Tokeniser, read_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -63,6 +63,8 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
         "remove_duplicates": data.remove_duplicates,
         "mixture": None if data.mixture is None else data.mixture.model_dump(mode="json"),
     }
+    if data.has_answers:
+        content["chat_template"] = read_template(data) or tokenizer.chat_template
     return json.loads(json.dumps(content))
 
 

@@ -18,11 +18,15 @@ AUTHORS_SHORTEST, AUTHORS_LONGEST, _AUTHORS_APART = 64, 2048, 12
 
 
 class SpanTokens(NamedTuple):
-    """A span with its tokens: int [span] of any width, the index of its domain, and its tag ([] without)."""
+    """A span with its tokens: int [span] of any width, the index of its domain, and its tag ([] without).
+
+    `targets`, bool [span], says which of the tokens may be predicted; None: all.
+    """
 
     tokens: np.ndarray
     domain: int
     tag: Sequence[int]
+    targets: np.ndarray | None = None
 
 
 def build_row(
@@ -40,7 +44,8 @@ def build_row(
     the anchor is document 0, seen by all; in the other three those tokens belong to document 1. The four differ in
     nothing else.
 
-    A token predicts the next one of its span. The anchor, tags, the last token of a span and padding predict nothing.
+    A token predicts the next one of its span, if that is a target. The anchor, tags, the last token of a span and
+    padding predict nothing.
     Under `cross_document_targets` anchor and last tokens predict the next token of the row. Tags still neither predict
     nor are predicted.
 
@@ -67,7 +72,7 @@ def build_row(
     document_ids_T[:end] = ANCHOR if base.has_anchor else 1
     domain_ids_T[:end] = -1
     shift_labels_T[:end] = IGNORED
-    for number, (tokens, domain, tag) in enumerate(spans, start=1):
+    for number, (tokens, domain, tag, targets) in enumerate(spans, start=1):
         start, text, end = end, end + len(tag), end + len(tag) + len(tokens)
         assert end <= T, "the spans do not fit the row"
         input_ids_T[start:text] = tag
@@ -77,6 +82,8 @@ def build_row(
         shift_labels_T[start:text] = IGNORED
         shift_labels_T[text : end - 1] = input_ids_T[text + 1 : end]
         shift_labels_T[end - 1] = IGNORED
+        if targets is not None:
+            shift_labels_T[text : end - 1][~targets[1:]] = IGNORED
     input_ids_T[end:], document_ids_T[end:], domain_ids_T[end:], shift_labels_T[end:] = pad_id, PADDING, -1, IGNORED
     if pack.cross_document_targets:
         _predict_across(shift_labels_T, input_ids_T, spans, len(anchor_ids))
@@ -106,7 +113,7 @@ def _predict_across(
     """Let the anchor and the last token of each span predict the next token, unless a tag or padding begins there."""
     last = anchor_tokens - 1
     shift_labels_T[: max(last, 0)] = input_ids_T[1:anchor_tokens]
-    for tokens, _, tag in spans:
+    for tokens, _, tag, _ in spans:
         if last >= 0 and not len(tag):
             shift_labels_T[last] = input_ids_T[last + 1]
         last += len(tag) + len(tokens)
@@ -123,7 +130,7 @@ def _merge(
 ) -> np.ndarray:
     """Return the storage index of each token of the merged row, int64 [T]: anchor first, padding last."""
     pieces, counts, start = [], [], anchor_tokens
-    for tokens, _, tag in spans:
+    for tokens, _, tag, _ in spans:
         text = start + len(tag)
         end = text + len(tokens)
         cut = _split_as_authors if pack.split == "authors" else _split

@@ -1,7 +1,8 @@
 """A tokenised corpus on disk: flat files of tokens, read through memory maps.
 
 `tokens-00000.bin` and so on: documents one after another, uint16 where the vocabulary allows it and else int32. No
-document is in two of them.
+document is in two of them. `targets-00000.bin` and so on: a byte for each token, 1 where it is a target, in a corpus
+of which some documents have answers.
 `offsets.npy` int64 [documents + 1] · `domains.npy` int32 [documents] · `hashes.npy` uint64 [documents], of each
 document's tokens · `signatures.npy` uint64 [documents * 14], under `data.near_duplicates` · `repeats.npy` uint16
 [documents], how often each is taken, under `data.mixture` and `data.remove_duplicates` · `bad_records.txt` a line each
@@ -88,6 +89,7 @@ class StoreHeader(BaseModel):
     files: dict[str, FileEntry]  # size and digest of each file, by name
     token_bytes: int
     shards: list[ShardSize]
+    has_targets: bool = False  # a file of targets beside each shard's tokens
     tokenizer: str | None = None  # its identity; None in a run's cache, where the fingerprint holds it
     made_of: dict[str, Any] | None = None  # what the tokens depend on, as JSON; None as above
     mixture: dict[str, Any] | None = None  # the settings by which `repeats.npy` was made
@@ -125,20 +127,30 @@ class Documents:
     hashes: np.ndarray | None = None  # uint64 [documents]; None: computed when asked for
     signatures: np.ndarray | None = None  # uint64 [documents, 14], under near_duplicates
     repeats: np.ndarray | None = None  # uint16 [documents], how often each is taken; None: once
+    targets: Sequence[np.ndarray] | None = None  # bool [tokens of the shard]; None: every token is a target
 
     @classmethod
-    def of(cls, tokens: Sequence[np.ndarray], document_domains: Sequence[int], domains: list[str]) -> "Documents":
+    def of(
+        cls,
+        tokens: Sequence[np.ndarray],
+        document_domains: Sequence[int],
+        domains: list[str],
+        targets: Sequence[np.ndarray] | None = None,
+    ) -> "Documents":
         """Return documents in memory.
 
         Args:
             tokens: int [tokens of the document] of each document, none of them empty.
             document_domains: of each document, an index into `domains`.
             domains: names.
+            targets: bool [tokens of the document] of each document; None: every token is a target.
         """
         offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
         joined = np.concatenate(tokens).astype(np.int32) if len(tokens) else np.zeros(0, dtype=np.int32)
         sizes = [ShardSize("", len(tokens), len(joined))]
-        return Documents([joined], offsets, np.asarray(document_domains, dtype=np.int32), domains, sizes)
+        held = None if targets is None else [np.concatenate(targets)]
+        of_document = np.asarray(document_domains, dtype=np.int32)
+        return Documents([joined], offsets, of_document, domains, sizes, targets=held)
 
     def __len__(self) -> int:
         return len(self.document_domains)
@@ -198,10 +210,17 @@ class Documents:
 
     def part(self, index: int, start: int, stop: int) -> np.ndarray:
         """Return tokens start..stop (excluded) of one document, as they are stored: a view of the map."""
+        return self._part_of(self.shards, index, start, stop)
+
+    def targets_of(self, index: int, start: int, stop: int) -> np.ndarray | None:
+        """Return which tokens start..stop (excluded) of one document are targets, bool; None: all."""
+        return None if self.targets is None else self._part_of(self.targets, index, start, stop)
+
+    def _part_of(self, shards: Sequence[np.ndarray], index: int, start: int, stop: int) -> np.ndarray:
         begins = int(self.offsets[index])
         shard = bisect_right(self._first_tokens, begins) - 1
         begins -= self._first_tokens[shard]
-        return self.shards[shard][begins + start : begins + stop]
+        return shards[shard][begins + start : begins + stop]
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +257,7 @@ class TokenStore(Documents):
                 arrays[name] = np.asarray(np.load(folder / name, mmap_mode="r"))
         signatures = arrays.get(SIGNATURES)
         return cls(
-            shards=_Maps(folder, header),
+            shards=_Maps([folder / of.file for of in header.shards], TOKEN_TYPES[header.token_bytes]),
             offsets=arrays[OFFSETS],
             document_domains=arrays[DOMAINS],
             domains=header.domains,
@@ -246,6 +265,9 @@ class TokenStore(Documents):
             hashes=arrays[HASHES],
             signatures=None if signatures is None else signatures.reshape(-1, BUCKETS),
             repeats=arrays.get(REPEATS),
+            targets=_Maps([folder / targets_name(of.file) for of in header.shards], np.bool_)
+            if header.has_targets
+            else None,
             folder=folder,
             header=header,
         )
@@ -301,11 +323,10 @@ def _check_file(folder: Path, name: str, entry: FileEntry, whole: bool) -> None:
 
 
 class _Maps(Sequence[np.ndarray]):
-    """The shards of a store, each mapped when it is first read."""
+    """Flat files, each mapped when it is first read."""
 
-    def __init__(self, folder: Path, header: StoreHeader) -> None:
-        self._paths = [folder / shard.file for shard in header.shards]
-        self._type = TOKEN_TYPES[header.token_bytes]
+    def __init__(self, paths: list[Path], kind: type[np.generic]) -> None:
+        self._paths, self._type = paths, kind
         self._maps: list[np.ndarray | None] = [None] * len(self._paths)
 
     def __len__(self) -> int:
@@ -319,6 +340,11 @@ class _Maps(Sequence[np.ndarray]):
             tokens = np.memmap(path, self._type, mode="r") if path.stat().st_size else np.empty(0, self._type)
             self._maps[index] = np.asarray(tokens)
         return self._maps[index]
+
+
+def targets_name(shard: str) -> str:
+    """Return the name of the file of targets that belongs to a shard's file of tokens."""
+    return shard.replace("tokens-", "targets-")
 
 
 def hash_tokens(tokens: np.ndarray) -> int:

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from anchorline.files import FileEntry, sync, write_file
+from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.files import FileEntry, expand, read_file, sync, write_file
 from torchtrain.config import DataConfig, MixtureConfig, Source
+from torchtrain.data.answers import Answered, AnswerEncoder
 from torchtrain.data.corpus import BadRecord, Document, FilteredRecord, Record, source_name
 from torchtrain.data.encode import BATCH_CHARACTERS, Encoder
+from torchtrain.data.files import BadItemError
 from torchtrain.data.selection import BUCKETS, Signer, draw_repeats, find_firsts, group_copies
 from torchtrain.data.store import (
     BAD_RECORDS,
@@ -33,11 +36,13 @@ from torchtrain.data.store import (
     StoreHeader,
     TokenStore,
     hash_tokens,
+    targets_name,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_MOST_TEMPLATE_BYTES = 1 << 20
 _COUNTS = ("documents", "tokens", "bad_records", "short_documents", "short_tokens")  # of a domain, that add up
 
 
@@ -55,6 +60,17 @@ class PreparationProgress:
         return f"{self.state}: {counts}"
 
 
+def read_template(data: DataConfig) -> str | None:
+    """Return the chat template of `data.chat_template`. Raises UserError if the file cannot be read."""
+    if data.chat_template is None:
+        return None
+    try:
+        return read_file(expand(data.chat_template), _MOST_TEMPLATE_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = disk_fault(error) if isinstance(error, OSError) else "is not UTF-8"
+        raise UserError(f"data.chat_template {quoted(data.chat_template)}: {reason}; give a file of Jinja") from None
+
+
 class Tokeniser:
     """Tokenises records of a corpus into a store, in a run's own process or in a task's.
 
@@ -67,13 +83,15 @@ class Tokeniser:
         self._data, self._encoder = data, Encoder(tokenizer, data.special_tokens)
         appended = [tokenizer.eos_token_id] if data.append_eos and tokenizer.eos_token_id is not None else []
         self._eos = np.array(appended, dtype=np.int32)
+        self._answers = AnswerEncoder(tokenizer, data.special_tokens, data.append_eos, read_template(data))
+        self._has_targets = data.has_answers
         self._signer = Signer() if data.near_duplicates else None
         largest = max(tokenizer.get_vocab().values(), default=0)
         self._token_bytes = 2 if largest < 1 << 16 else 4
 
     def writer(self, folder: Path) -> "StoreWriter":
         """Return a writer whose tokens have the bytes that this vocabulary needs."""
-        return StoreWriter(folder, self._token_bytes)
+        return StoreWriter(folder, self._token_bytes, self._has_targets)
 
     def add(
         self,
@@ -91,7 +109,7 @@ class Tokeniser:
             OSError: a write failed.
         """
         name, number, bad, first_bad, special = source_name(source), 0, 0, "", 0
-        batch: list[Document] = []
+        batch: list[tuple[Document, Answered | None]] = []
         characters = 0
 
         def report_batch() -> None:
@@ -103,17 +121,23 @@ class Tokeniser:
             number += 1
             if isinstance(record, FilteredRecord):
                 continue
-            if isinstance(record, Document) and self._encoder.too_long(record.text):
-                reason = f"{len(record.text):,} characters without a place to cut"
-                record = BadRecord(record.where, reason, record.domain)
+            answered = None
+            if isinstance(record, Document):
+                try:
+                    if record.fields is not None and source.records != "text":
+                        answered = self._answers.encode(record.fields, source.records)
+                    elif self._encoder.too_long(record.text):
+                        raise BadItemError(f"{len(record.text):,} characters without a place to cut")
+                except BadItemError as why:
+                    record = BadRecord(record.where, str(why), record.domain)
             if isinstance(record, BadRecord):
                 bad += 1
                 first_bad = first_bad or str(record)
                 writer.skip_bad(record.domain, str(record))
                 continue
             special += self._encoder.looks_special(record.text)
-            batch.append(record)
-            characters += len(record.text)
+            batch.append((record, answered))
+            characters += len(record.text) if answered is None else len(answered.tokens)
             if characters >= BATCH_CHARACTERS:
                 self._add_batch(batch, writer)
                 batch, characters = [], 0
@@ -121,10 +145,14 @@ class Tokeniser:
         self._add_batch(batch, writer)
         return SourceCount(name, number, bad, first_bad, special)
 
-    def _add_batch(self, batch: Sequence[Document], writer: "StoreWriter") -> None:
-        for record, ids in zip(batch, self._encoder.encode([record.text for record in batch]), strict=True):
+    def _add_batch(self, batch: Sequence[tuple[Document, Answered | None]], writer: "StoreWriter") -> None:
+        encoded = self._encoder.encode([record.text for record, answered in batch if answered is None])
+        for record, answered in batch:
+            ids = next(encoded) if answered is None else answered.tokens
             if len(ids) < self._data.min_tokens:
                 writer.skip_short(record.domain, len(ids))
+            elif answered is not None:
+                writer.add(record.domain, ids, targets=answered.targets)
             else:
                 signature = None if self._signer is None else self._signer.sign(record.text)
                 writer.add(record.domain, np.append(ids, self._eos), signature)
@@ -138,9 +166,10 @@ class StoreWriter:
     Args:
         folder: it exists and is empty.
         token_bytes: 2 if every token is below 65,536, else 4.
+        has_targets: keep which tokens are targets.
     """
 
-    def __init__(self, folder: Path, token_bytes: int = 4) -> None:
+    def __init__(self, folder: Path, token_bytes: int = 4, has_targets: bool = False) -> None:
         self.folder, self._type = folder, TOKEN_TYPES[token_bytes]
         self.offsets = array("q", [0])
         self.document_domains = array("i")
@@ -152,14 +181,16 @@ class StoreWriter:
         self._skipped: dict[str, dict[str, int]] = {}
         self._digest = hashlib.sha256()  # of the tokens as int32, however they are stored
         self._tokens = _GrowingFile(folder / _shard_name(0))
+        self._targets = _GrowingFile(folder / targets_name(_shard_name(0))) if has_targets else None
         self._bad = _GrowingFile(folder / BAD_RECORDS)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._tokens.close()
-        self._bad.close()
+        for file in (self._tokens, self._targets, self._bad):
+            if file is not None:
+                file.close()
 
     @property
     def documents(self) -> int:
@@ -171,14 +202,22 @@ class StoreWriter:
         """Tokens written so far."""
         return self.offsets[-1]
 
-    def add(self, domain: str, ids: Sequence[int] | np.ndarray, signature: np.ndarray | None = None) -> None:
-        """Append one document; with a signature, uint64 [14], if all have one."""
+    def add(
+        self,
+        domain: str,
+        ids: Sequence[int] | np.ndarray,
+        signature: np.ndarray | None = None,
+        targets: np.ndarray | None = None,
+    ) -> None:
+        """Append one document; with a signature, uint64 [14], if all have one. `targets`: bool [tokens]; None: all."""
         tokens = np.asarray(ids, dtype=np.int32)
         largest = int(tokens.max())
         assert largest <= np.iinfo(self._type).max, "a token that the store's type does not hold"
         self._digest.update(tokens.data)
         # Not `tofile`, which loses the failure of its last write.
         self._tokens.write(tokens.astype(self._type, copy=False).tobytes())
+        if self._targets is not None:
+            self._targets.write((np.ones(len(tokens), dtype=bool) if targets is None else targets).tobytes())
         self.hashes.append(hash_tokens(tokens))
         if signature is not None:
             self.signatures.extend(signature.tolist())
@@ -223,6 +262,9 @@ class StoreWriter:
             own = lengths[document_domains == self.domain_ids.get(domain, -1)]
             kept = {"documents": len(own), "tokens": int(own.sum()), "longest": int(own.max(initial=0))}
             summaries.append(DomainSummary(domain, **kept, **self._counts(domain)))
+        files = {_shard_name(0): self._tokens.finish(), BAD_RECORDS: self._bad.finish()}
+        if self._targets is not None:
+            files[targets_name(_shard_name(0))] = self._targets.finish()
         header = StoreHeader(
             fingerprint=fingerprint,
             sha256=self._digest.hexdigest(),
@@ -230,7 +272,8 @@ class StoreWriter:
             largest_token=self.largest_token,
             summaries=summaries,
             sources=sources,
-            files={_shard_name(0): self._tokens.finish(), BAD_RECORDS: self._bad.finish()},
+            files=files,
+            has_targets=self._targets is not None,
             token_bytes=np.dtype(self._type).itemsize,
             shards=[ShardSize(_shard_name(0), self.documents, self.tokens)],
         )
@@ -264,8 +307,9 @@ def join_shards(
     files: dict[str, FileEntry] = {}
     for number, shard in enumerate(held):
         ids = [domain_ids.setdefault(domain, len(domain_ids)) for domain in shard.domains]
-        _link_or_copy(shard.folder / _shard_name(0), folder / _shard_name(number))
-        files[_shard_name(number)] = shard.header.files[_shard_name(0)]
+        for name in (str, targets_name) if shard.header.has_targets else (str,):
+            _link_or_copy(shard.folder / name(_shard_name(0)), folder / name(_shard_name(number)))
+            files[name(_shard_name(number))] = shard.header.files[name(_shard_name(0))]
         offsets.append(shard.offsets[1:] + tokens)
         domains.append(np.array(ids, dtype=np.int32)[shard.document_domains])
         tokens += shard.token_count
@@ -280,6 +324,7 @@ def join_shards(
         sources=sources,
         files=files,
         token_bytes=shards[0].header.token_bytes,
+        has_targets=shards[0].header.has_targets,
         shards=[ShardSize(_shard_name(n), len(shard), shard.token_count) for n, shard in enumerate(held)],
         **header_fields,
     )

@@ -93,7 +93,7 @@ def test_columns_that_a_trainer_would_remove_are_named(tmp_path):
         ({"train": TEXTS}, {}, "one split"),
         ([" "], {}, r"documents\[0\]: the text is blank"),
         (["w1", {"body": "w1"}], {}, r"documents\[1\]: has no 'text' and no 'input_ids', but body; set text_field"),
-        ([{"input_ids": [3], "labels": [3]}], {}, r"documents\[0\]: has labels"),
+        ([{"input_ids": [3], "shift_labels": [3]}], {}, r"documents\[0\]: has shift_labels; pack shifts labels itself"),
         (["w1"], {"domain_field": "kind"}, "belongs to dicts"),
         ([{"text": "w1"}], {"domain_field": "kind"}, "'kind' is None"),
         ([[99]], {}, r"documents\[0\]: the token ids go from 99 to 99; give those of 0\.\.52"),

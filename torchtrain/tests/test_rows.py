@@ -182,7 +182,7 @@ def authors_row(lengths, seed=0):
     spans = [SpanTokens(np.arange(10_000 * n, 10_000 * n + length), n, []) for n, length in enumerate(lengths, 1)]
     pack = PackConfig(sequence_length=1 + sum(lengths), variant="full+interleave", split="authors")
     ids = build_row(spans, pack, [1], 0, np.random.default_rng(seed))["input_ids"][1:]
-    assert sorted(ids) == sorted(np.concatenate([tokens for tokens, _, _ in spans]))  # no token twice or lost
+    assert sorted(ids) == sorted(np.concatenate([tokens for tokens, *_ in spans]))  # no token twice or lost
     return ids // 10_000, ids % 10_000
 
 
