@@ -170,8 +170,11 @@ def set_up(
     plan = rows.plan(0)
     log(f"data      {len(store.domains)} domains, {plan.tokens:,} training tokens in {len(rows):,} rows")
     log(f"packing   {config.pack.strategy}: {plan.cuts:,} cuts, {plan.padding_tokens:,} tokens of padding")
+    if store.targets is not None:
+        answers = sum(int(shard.sum()) for shard in store.targets)
+        log(f"answers   {answers:,} of the corpus's {store.token_count:,} tokens are targets")
     dropped = plan.dropped_tokens
-    if missing := _left_out(store, dropped):
+    if missing := _left_out(store, dropped, rows.too_long):
         log(f"left out  {missing}")
     if bare := _domains_without_held_out(store, split):
         log(f"held out  no document of {', '.join(bare)}: all are copies of too many others, or nearly")
@@ -346,7 +349,7 @@ def _domains_without_held_out(store: TokenStore, split: Split) -> list[str]:
     return [name for name, count, out in zip(store.domains, counts, held, strict=True) if count > 1 and not out]
 
 
-def _left_out(store: TokenStore, dropped: int) -> str:
+def _left_out(store: TokenStore, dropped: int, too_long: int) -> str:
     """Return, in words, which parts of the sources are in no row; empty if all are."""
     parts = []
     if bad := [count for count in store.header.sources if count.bad_records]:
@@ -357,6 +360,8 @@ def _left_out(store: TokenStore, dropped: int) -> str:
         parts.append(f"{short:,} short documents ({tokens:,} tokens)")
     if dropped:
         parts.append(f"{dropped:,} tokens dropped with the last row")
+    if too_long:
+        parts.append(f"{too_long:,} documents with answers that are longer than a row (pack.longer)")
     return ", ".join(parts)
 
 
