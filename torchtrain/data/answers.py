@@ -68,7 +68,9 @@ class AnswerEncoder:
         append_eos: bool,
         template: str | None = None,
     ) -> None:
-        self._tokenizer, self._append_eos = tokenizer, append_eos
+        # Any: transformers' types leave open what its calls return.
+        self._tokenizer: Any = tokenizer
+        self._append_eos = append_eos
         self._special = list(list_special_tokens(tokenizer))
         self._refused = self._special if special_tokens == "text" else []
         own = getattr(tokenizer, "chat_template", None)
