@@ -100,7 +100,7 @@ def find_file(path: str | Path) -> Path:
 
 def load(
     schema: type[Schema],
-    path: str | Path,
+    path: str | Path | None,
     overrides: Sequence[str] = (),
     *,
     example: str,
@@ -110,7 +110,7 @@ def load(
 
     Args:
         schema: the model of the settings.
-        path: the file, or the name of a shipped file; see `find_file`.
+        path: the file, or the name of a shipped file (`find_file`); None: the overrides are all there is.
         overrides: `section.key=value`, or `list.0.key=value`; values are YAML.
         example: an override, for messages.
         prepare: changes the tree before validation.
@@ -119,6 +119,14 @@ def load(
         UserError: the file cannot be read or is not strict YAML, a key is unknown or appears twice, or a value is not
             allowed. For an unknown key the message names the nearest known one.
     """
+    tree = {} if path is None else _read(schema, path)
+    for override in overrides:
+        _override(tree, override, example)
+    tree = prepare(tree)
+    return validate(schema, tree, "settings" if path is None else f"config {quoted(Path(path))}")
+
+
+def _read(schema: type[BaseModel], path: str | Path) -> Tree:
     name = quoted(Path(path))
     try:
         content = _parse(read_file(find_file(path), MOST_BYTES).decode("utf-8-sig"))
@@ -133,11 +141,7 @@ def load(
         sections = " and ".join(f"`{field}:`" for field in list(schema.model_fields)[:2])
         held = "is empty" if content is None else f"holds {_KINDS.get(type(cast('object', content)), 'a value')}"
         raise UserError(f"config {name}: {held}; give sections such as {sections}")
-    tree = cast("Tree", content)
-    for override in overrides:
-        _override(tree, override, example)
-    tree = prepare(tree)
-    return validate(schema, tree, f"config {name}")
+    return cast("Tree", content)
 
 
 def dump(tree: Tree) -> str:

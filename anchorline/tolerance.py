@@ -21,7 +21,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 # Half a unit in the last place, relative: 2 ** -(explicit mantissa bits + 1).
-UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+UNIT_ROUNDOFF = {
+    **{"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8},
+    **{"float8_e4m3": 2.0**-4, "float8_e5m2": 2.0**-3},
+}
 UNLIKELY = 8.0  # standard deviations of independent roundings that a part of an array is allowed
 HALF = ("bfloat16", "float16")
 LEAST = 16  # values in a part: the mean square of fewer says too little
@@ -72,6 +75,8 @@ class Verdict(Judged):
     allowance: float
     worst: tuple[int, ...]  # where the candidate errs most
     part: PartVerdict | None = None  # the part with the largest ratio, where parts were judged
+    reference: float = 0.0  # the error of the reference
+    size: float = 0.0  # of the truth, where it is finite
 
     def __str__(self) -> str:
         word = "within" if self.passed else "BREAKS"
@@ -140,7 +145,8 @@ def judge(
         if rotated:
             parts += _judge_angles(candidate[..., :rotated], truth[..., :rotated], reference[..., :rotated], allowance)
         part = max(parts, key=lambda part: part.ratio)
-    return Verdict(error, allowance, tuple(int(i) for i in np.unravel_index(worst, truth.shape)), part)
+    index = tuple(int(i) for i in np.unravel_index(worst, truth.shape))
+    return Verdict(error, allowance, index, part, reference_error, size)
 
 
 def likely_error_of_mean(truth_n: ArrayLike, reference_n: ArrayLike, count: int) -> float:

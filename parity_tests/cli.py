@@ -17,61 +17,31 @@ app = make_app(
 )
 
 OUT = Path("runs/parity")  # of a configuration, unless told otherwise
-QUICK = {
-    *("model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "schedule", "warmup_steps", "ranks"),
-    *("documents", "anchor_tokens", "padding", "beyond_window", "rope_parameters", "rope_before", "seed", "stages"),
-    *("infinite_step", "rotation", "repeats"),
-}
+Format = Annotated[Literal["text", "github"], typer.Option("--format", help="github: with annotations of a workflow")]
 
 
 @app.command()
 def run(
-    context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="a gate, such as configs/parity/ci.yaml")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="changes to it: seeds=[1,2] matrix.0.tokens=64")] = None,
+    given: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]...", help="a gate, and changes to it; or the settings of one case"
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="report.html, report.json, junit.xml, badge.json; of a gate: runs/parity")
     ] = None,
     case: Annotated[str | None, typer.Option(help="run this case of the gate alone")] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes that share the cases of a gate")] = 1,
-    format_: Annotated[
-        Literal["text", "github"], typer.Option("--format", help="github: with annotations of a workflow")
-    ] = "text",
-    model: Annotated[
-        str,
-        typer.Option(help="llama, mistral, qwen2, qwen3, windows, ... (tiny, random); smollm2; a folder; or a hub id"),
-    ] = "llama",
-    against: Annotated[
-        str | None, typer.Option(help="a second folder or id of the same weights: judge both by its config and weights")
-    ] = None,
-    variant: Annotated[str, typer.Option(help="full, intra, intra_reset, anchor; with +tag, +interleave")] = "anchor",
-    rope: Annotated[str, typer.Option(help="keep, default, linear, ntk, dynamic, yarn, llama3, longrope")] = "keep",
-    rope_parameters: Annotated[str, typer.Option(help="usual; all: every one away from its default")] = "usual",
-    rope_before: Annotated[str, typer.Option(help="type by which a tiny model was extended once before")] = "default",
-    engine: Annotated[str, typer.Option(help="auto, flash, flex, sdpa, dense")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16")] = "bfloat16",
-    against_dtype: Annotated[str, typer.Option(help="dtype in which the second model runs")] = "float32",
-    tokens: Annotated[int, typer.Option(help="tokens a row")] = 192,
-    position_offset: Annotated[int, typer.Option(help="added to every position")] = 0,
-    schedule: Annotated[str, typer.Option(help="of step and trajectory: constant, linear, cosine")] = "constant",
-    warmup_steps: Annotated[int, typer.Option(help="of the trajectory's steps")] = 0,
-    infinite_step: Annotated[int, typer.Option(help="of trajectory and run, its gradient infinite; 0: none")] = 0,
-    ranks: Annotated[int, typer.Option(help="that share a step")] = 1,
-    rotation: Annotated[str, typer.Option(help="float32: RoPE rotates in it; model: in the model's dtype")] = "model",
-    repeats: Annotated[int, typer.Option(help="how often a step takes the rows")] = 1,
-    documents: Annotated[int, typer.Option(help="of a row")] = 5,
-    anchor_tokens: Annotated[int, typer.Option(help="that open a row")] = 2,
-    padding: Annotated[str, typer.Option(help="end; inside: between and within documents, too")] = "end",
-    beyond_window: Annotated[str, typer.Option(help="what sliding windows leave visible: nothing; anchor")] = "nothing",
-    seed: Annotated[int, typer.Option(help="of random weights, tokens and interleaving")] = 0,
-    stages: Annotated[str, typer.Option(help="of forward,loss,gradients,step,trajectory,run")] = "forward",
+    format_: Format = "text",
 ) -> None:
     """Compare a transformers model on our attention with the oracle in float64, array by array.
 
     The oracle has no decoder for some families. Those are compared with transformers' eager attention in float64.
 
     With a configuration, it runs every case and writes a report. After an interruption the same command continues.
-    Without one, it compares one model and prints the worst tap of each layer.
+    Without one, it compares one model and prints the worst tap of each layer. docs/commands.md lists its settings.
+    Its model is tiny and random (llama, qwen3, windows, ...), smollm2, a folder or a hub id.
 
     The allowance of an array is twice the oracle's error under the same roundings, plus one rounding. An array passes
     if its error is at most its allowance.
@@ -80,36 +50,114 @@ def run(
     Examples:
       parity run configs/parity/ci.yaml --out runs/parity
       parity run configs/parity/ci.yaml --case llama-anchor-yarn-sdpa-float32-t53-o8139-s0
-      parity run --model smollm2 --variant anchor+interleave --dtype bfloat16
-      parity run --model my/export --against my/original --dtype bfloat16
+      parity run model=smollm2 variant=anchor+interleave dtype=bfloat16
+      parity run model=my/export against=my/original dtype=bfloat16
     """
-    given = {name for name in context.params if _is_given(context, name)}
-    with _interruptible():
-        if config is None:
-            _refuse_options(given & {"case", "workers"}, "needs a configuration")
-            if against is None:
-                _refuse_options(given & {"against_dtype"}, "needs --against")
-            gate = _quick_gate(
-                model, against, against_dtype, engine, variant=variant, rope=rope, dtype=dtype, tokens=tokens,
-                position_offset=position_offset, schedule=schedule, warmup_steps=warmup_steps, ranks=ranks,
-                infinite_step=infinite_step, rotation=rotation, repeats=repeats, documents=documents,
-                anchor_tokens=anchor_tokens, padding=padding, beyond_window=beyond_window,
-                rope_parameters=rope_parameters, rope_before=rope_before, seed=seed, stages=stages,
-            )  # fmt: skip
-        else:
-            from parity_tests.gate.spec import load_gate
+    from anchorline.errors import UserError
 
-            _refuse_options(given & (QUICK | {"against", "against_dtype"}), "has no effect with a configuration")
-            gate = load_gate(config, overrides or [])
+    first, *rest = given or [""]
+    with _interruptible():
+        from parity_tests.gate.spec import load_gate, load_single
+
+        if "=" in first or not first:
+            if case is not None or workers > 1:
+                raise UserError(f"--{'workers' if case is None else 'case'}: needs a configuration")
+            gate = _gate_of_one(load_single([*filter(None, [first]), *rest]))
+        else:
+            gate = load_gate(first, rest)
             out = OUT if out is None and case is None else out
         report = _run(gate, out, case, workers)
-    if len(report.cases) == 1:
-        _show_case(report.cases[0])
-    if format_ == "github":
-        from parity_tests.report.github import annotations
+    _tell(report, out, format_)
 
-        print("\n".join(annotations(report)))
-    _conclude(report, out)
+
+@app.command()
+def compare(
+    candidate: Annotated[Path, typer.Argument(help="safetensors: a file, or a folder of one file a rank or step")],
+    truth: Annotated[
+        Path | None, typer.Option(help="the same arrays from float64, or finer than the candidate")
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="the same arrays with the candidate's roundings, by an engine you trust")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="instead of a truth, another candidate: the difference")] = None,
+    names: Annotated[
+        str, typer.Option(help="map of the candidate's names: a file, auto, none, hf, megatron, ...")
+    ] = "auto",
+    truth_names: Annotated[str, typer.Option(help="map of the others' names")] = "auto",
+    config: Annotated[Path | None, typer.Option(help="the model's config.json, where the dumps lack it")] = None,
+    order: Annotated[
+        Path | None, typer.Option(help="file of names in the order of the computation, one a line")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="names to compare; * is any text")] = None,
+    axes: Annotated[list[str] | None, typer.Option(help="letters of axes, such as '*.attn=BTHD' or '*=TM'")] = None,
+    dtype: Annotated[str | None, typer.Option(help="the candidate's, where the stored one is wider")] = None,
+    operations: Annotated[int, typer.Option(min=1, help="roundings a layer, where there is no reference")] = 16,
+    out: Annotated[Path | None, typer.Option(help="report.html, report.json, junit.xml, badge.json")] = None,
+    format_: Format = "text",
+) -> None:
+    """Judge what any engine wrote: array by array, against a truth, with what a reference errs as the allowance.
+
+    An array passes if its error against the truth is at most twice the reference's, plus one rounding. Without a
+    reference the truth's own rounding alone is allowed: noise floor only, not a proof. Needs neither torch nor JAX.
+
+    \b
+    Examples:
+      parity compare mine.safetensors --truth fp64.safetensors --reference bf16.safetensors --out report
+      parity compare ranks/ --truth fp64.safetensors --reference bf16.safetensors --names megatron
+      parity compare new.safetensors --against old.safetensors
+    """
+    from anchorline.errors import UserError
+    from anchorline.tolerance import UNIT_ROUNDOFF
+
+    given: Any = {}
+    for text in axes or ():
+        pattern, equals, letters = text.rpartition("=")
+        if not equals or not letters.isalpha():
+            raise UserError(f"--axes {text}: write a pattern of names and letters, such as '*.attn=BTHD'")
+        given[pattern] = letters
+    if (truth is None) == (against is None) or (against and reference):
+        raise UserError("give --truth, perhaps with --reference; or --against alone, and the difference is shown")
+    if dtype not in (None, *UNIT_ROUNDOFF):
+        raise UserError(f"--dtype {dtype}: unknown; choose from {', '.join(UNIT_ROUNDOFF)}")
+    with _interruptible():
+        from parity_tests.comparing.compare import compare, verdict
+        from parity_tests.comparing.dumps import open_dump
+        from parity_tests.comparing.judging import Rule
+        from parity_tests.comparing.names import load_names, recognise, rename
+
+        if out is not None:
+            from parity_tests.report.write import make_folder, write
+
+            make_folder(out)
+
+        def read(path: Path | None, called: str | None) -> Any:
+            if path is None:
+                return None
+            dump = open_dump(path, order, config)
+            if called == "auto":
+                called = recognise(dump)
+                print(f"names of {path}: {called or 'as they are'}")
+            return dump if called in (None, "none") else rename(dump, load_names(called))
+
+        first, second, third, fourth = (
+            read(*given)
+            for given in zip(
+                (candidate, truth, reference, against), (names, truth_names, truth_names, truth_names), strict=True
+            )
+        )
+        rule = Rule(given, dtype, operations, "difference" if against else "reference" if reference else "floor")
+        with _progress() as bar:
+            report = compare(
+                first, second, third, fourth, rule, only or (), lambda _, number, total: bar(None, number, total)
+            )
+        if out is not None:
+            write(report, out)
+    passed, said = verdict(report, rule.kind)
+    for line in (said, *(f"  {note}" for note in report.cases[0].notes)):
+        print(line)
+    _leave_traces(report, out, format_)
+    if not passed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -237,23 +285,8 @@ def zoo(
         raise typer.Exit(1)
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
-    from_default = {"DEFAULT", "DEFAULT_MAP"}
-    where = context.get_parameter_source(name)
-    return where is not None and where.name not in from_default
-
-
-def _refuse_options(given: set[str], why: str) -> None:
-    from anchorline.errors import UserError
-
-    if given:
-        raise UserError(f"--{min(given).replace('_', '-')}: {why}")
-
-
-def _quick_gate(
-    model: str, against: str | None, against_dtype: str, engine: str, stages: str, dtype: str, **fields: Any
-) -> Any:
-    """The gate of the options alone: one case, or with --against two."""
+def _gate_of_one(given: Any) -> Any:
+    """The gate of one case; with `against`, of two."""
     import torch
     from pydantic import ValidationError
 
@@ -263,27 +296,26 @@ def _quick_gate(
     from parity_tests.gate.spec import CaseSpec, Gate
     from torchtrain.attention import resolve_engine
 
-    def spec(model: str, dtype: str, against: str | None = None) -> CaseSpec:
-        given = fields | {"model": model, "dtype": dtype, "against": against, "stages": tuple(stages.split(","))}
-        try:
-            made = CaseSpec.model_validate(given)
-            trains = made.stages != ("forward",)
-            chosen = resolve_engine(engine, device(), getattr(torch, dtype), training=trains, capped=is_capped(model))
-            made = CaseSpec.model_validate(given | {"engine": chosen})
-        except ValidationError as error:
-            raise UserError(explain(CaseSpec, error)) from None
-        reason = why_not_here(made)
-        if reason is not None:
+    def spec(**changes: Any) -> CaseSpec:
+        made = given.model_dump(exclude={"against_dtype"}) | changes
+        trains, dtype = made["stages"] != ("forward",), getattr(torch, made["dtype"])
+        capped = is_capped(made["model"])
+        made["engine"] = resolve_engine(made["engine"], device(), dtype, training=trains, capped=capped)
+        case = CaseSpec.model_validate(made)
+        if reason := why_not_here(case):
             raise UserError(reason)
-        return made
+        return case
 
-    specs = [spec(model, dtype, against)]
-    if against is not None:
-        from parity_tests.gate.weights import check_same_weights
-
-        check_same_weights(model, against, dtype)
-        specs += [spec(against, against_dtype)]
+    model, against = given.model, given.against
+    if against is None and "against_dtype" in given.model_fields_set:
+        raise UserError(f"against_dtype {given.against_dtype}: needs `against`, a second model")
     try:
+        specs = [spec()]
+        if against is not None:
+            from parity_tests.gate.weights import check_same_weights
+
+            check_same_weights(model, against, given.dtype)
+            specs += [spec(model=against, dtype=given.against_dtype, against=None)]
         return Gate(title=model if against is None else f"{model} against {against}", cases=specs)
     except ValidationError as error:
         raise UserError(explain(Gate, error)) from None
@@ -309,9 +341,11 @@ def _line(case: Any) -> str:
     return f"passes   {case.id} in {case.seconds:.1f} s"
 
 
-def _conclude(report: Any, out: Path | None) -> None:
-    if out is not None:
-        print(f"report: {out / 'report.html'}")
+def _tell(report: Any, out: Path | None, format_: str) -> None:
+    """Print the verdict, and exit with it."""
+    if len(report.cases) == 1:
+        _show_case(report.cases[0])
+    _leave_traces(report, out, format_)
     cases = [case for case in report.cases if case.skipped is None]
     broken = [case for case in cases if not case.passed]
     if broken:
@@ -330,6 +364,15 @@ def _conclude(report: Any, out: Path | None) -> None:
     of = f" of {len(cases)} cases" if len(cases) > 1 else ""
     print(f"SAME: {arrays} arrays{of} within their allowance{also}")
     print(f"the worst is {name}, ratio {ratio:.2f} [{where}]")
+
+
+def _leave_traces(report: Any, out: Path | None, format_: str) -> None:
+    if format_ == "github":
+        from parity_tests.report.github import annotations
+
+        print("\n".join(annotations(report)))
+    if out is not None:
+        print(f"report: {out / 'report.html'}")
 
 
 def _show_case(case: Any) -> None:

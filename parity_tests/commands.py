@@ -50,7 +50,8 @@ def describe() -> str:
             assert verb.callback is not None
             called = verb.name or verb.callback.__name__.replace("_", "-")
             about = (verb.callback.__doc__ or "").strip().splitlines()[0]
-            parts.append(f"## {name} {called}\n\n{about}\n\n" + "\n".join(_rows(verb.callback)))
+            rows = [*_rows(verb.callback), *(_settings() if (name, called) == ("parity", "run") else ())]
+            parts.append(f"## {name} {called}\n\n{about}\n\n" + "\n".join(rows))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -70,6 +71,16 @@ def _rows(function: Callable[..., Any]) -> Iterator[str]:
         default = "" if needed or parameter.default in (None, False, "") else f"`{parameter.default}`"
         facts = (_takes(takes), "required" if needed else default)
         yield f"- `{names}`: {', '.join(filter(None, facts))}".removesuffix(": ")
+
+
+def _settings() -> Iterator[str]:
+    """The keys of a case of the gate, as a gate and `parity run KEY=VALUE` take them."""
+    from parity_tests.gate.spec import Single
+    from torchtrain.config.reference import list_settings
+
+    yield "\nThe keys of a single case:\n"
+    for setting in list_settings([Single]):
+        yield f"- `{setting.key}` ({setting.values}; `{setting.default}`): {setting.meaning}"
 
 
 def _takes(annotation: Any) -> str:

@@ -454,7 +454,7 @@ Layers may have more than the rule:
 - **Vision-language models** (Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, Llama 4): `attach` takes the whole model, and
   rows of text run (`torchtrain/tests/test_vision_language.py`).
 
-`parity run --model FOLDER` judges a checkpoint of such a family in the same way: every layer's output, the logits and,
+`parity run model=FOLDER` judges a checkpoint of such a family in the same way: every layer's output, the logits and,
 with `--stages forward,gradients`, the gradients.
 
 Call `torchtrain.attach`, not `model.set_attn_implementation("anchor")` alone. The last column says what the latter

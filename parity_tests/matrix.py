@@ -85,7 +85,7 @@ def _run(command: list[str], path: str = "", leaves: Path | None = None) -> None
 def page(rows: dict[tuple[str, ...], Report | str], config: str) -> str:
     """A table of versions by engine and dtype, and below it what fails."""
     reports = [report for report in rows.values() if isinstance(report, Report)]
-    columns = list(dict.fromkeys(f"{case.engine} {case.dtype}" for report in reports for case in report.cases))
+    columns = list(dict.fromkeys(_column(case) for report in reports for case in report.cases))
     columns = [column for column in columns if any(_judged(report.cases, column) for report in reports)]
     counts = [max(len(_judged(report.cases, column)) for report in reports) for column in columns]
     heads = [f"{column} ({count})" for column, count in zip(columns, counts, strict=True)]
@@ -104,7 +104,11 @@ def page(rows: dict[tuple[str, ...], Report | str], config: str) -> str:
 
 
 def _judged(cases: list[CaseReport], column: str) -> list[CaseReport]:
-    return [case for case in cases if case.skipped is None and f"{case.engine} {case.dtype}" == column]
+    return [case for case in cases if case.skipped is None and _column(case) == column]
+
+
+def _column(case: CaseReport) -> str:
+    return f"{case.settings['engine']} {case.settings['dtype']}"
 
 
 def _cell(cases: list[CaseReport]) -> str:

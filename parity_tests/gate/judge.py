@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from anchorline.errors import UserError
-from anchorline.tolerance import judge, likely_error_of_mean
+from anchorline.tolerance import likely_error_of_mean
 from jaxref.mask import PADDING
 from parity_tests.gate.candidate import candidate_side, why_not_here
 from parity_tests.gate.case import GateCase, resolve
@@ -21,9 +21,11 @@ from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import Oracle, OracleArrays, preset_of
 from parity_tests.gate.words import describe
 from parity_tests.oracle import Arrays, first_step
-from parity_tests.report.schema import CaseReport, Divergence, Group, Measure, PartMeasure, Profile
+from parity_tests.report.measure import measure as measure_of
+from parity_tests.report.measure import where_not_finite
+from parity_tests.report.names import group_of, layer_and_tap
+from parity_tests.report.schema import CaseReport, Divergence, Measure
 
-RUNS, SHORTEST_RUN = 16, 8  # of tokens, in a profile
 SHOWN = 3  # names that a sentence lists before it counts the rest
 
 
@@ -59,13 +61,8 @@ def run_case(spec: CaseSpec, oracle: Oracle) -> CaseReport:
 
 def empty_report(spec: CaseSpec) -> CaseReport:
     """Return the report of a case before anything was measured."""
-    fields = ("model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
     return CaseReport(
-        id=spec.id,
-        **{name: getattr(spec, name) for name in fields},
-        preset=preset_of(spec),
-        command=spec.command,
-        seconds=0.0,
+        id=spec.id, settings=spec.given, preset=preset_of(spec), tokens=spec.tokens, command=spec.command, seconds=0.0
     )
 
 
@@ -96,7 +93,7 @@ def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseR
         if array.shape != truth.shape:
             problems.append(f"{name} has shape {list(array.shape)}; the oracle's is {list(truth.shape)}")
             continue
-        broken = _where_not_finite(array, truth)
+        broken = where_not_finite(array, truth)
         if broken:
             problems.append(f"{name} is {broken}")
         likely = oracle.likely.get(name, 0.0)
@@ -111,7 +108,7 @@ def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseR
             copies_BT = _copied_padding(truth, oracle.exact["inputs.document_ids"])
             judged = tuple(np.where(copies_BT.reshape(*copies_BT.shape, *[1] * (x.ndim - 2)), 0, x) for x in judged)
         rotated = case.decoder_config.rope.head_dim if name.endswith("_rope") else 0
-        measure = _measure(name, *judged, dtype, likely, rotated)
+        measure = measure_of(name, *judged, dtype, likely, rotated)
         measures.append(measure)
         if words is None and not measure.passed:
             text = describe(case, measure, truth, candidate, oracle)
@@ -198,7 +195,7 @@ _BACKWARD = (
 
 
 def _backward_order(name: str) -> tuple[int, int, int]:
-    layer, tap = _layer_and_tap(name)
+    layer, tap = layer_and_tap(name)
     if layer is None:
         return (2 if tap.startswith("embed") else 0), 0, not tap.startswith("lm_head")
     return 1, -layer, next((i for i, start in enumerate(_BACKWARD) if tap.startswith(start)), len(_BACKWARD))
@@ -216,93 +213,3 @@ def _step_pairs(candidate: Arrays, case: GateCase) -> Iterator[tuple[str, np.nda
     after = np.concatenate([candidate[f"step.{name}"].ravel() for name in names])
     stored = ml_dtypes.bfloat16 if case.spec.dtype == "bfloat16" else case.spec.dtype
     yield "step.stored", np.tile(after.astype(stored).astype(np.float32), case.spec.ranks), None, "exact"
-
-
-def group_of(name: str) -> Group:
-    """The stage that an array belongs to."""
-    if name.startswith("loss") or name == "inputs.shift_labels":
-        return "loss"
-    for group in ("gradients", "step", "trajectory", "run"):
-        if name.startswith(f"{group}."):
-            return group
-    return "forward"
-
-
-def _measure(
-    name: str,
-    candidate: np.ndarray,
-    truth: np.ndarray,
-    reference: np.ndarray | None,
-    dtype: str,
-    likely_error: float = 0.0,
-    rotated: int = 0,
-) -> Measure:
-    group = group_of(name)
-    layer, tap = _layer_and_tap(name)
-    rest = {"name": name, "group": group, "layer": layer, "tap": tap, "shape": list(truth.shape)}
-    if reference is None:
-        differs = candidate != truth
-        worst = [int(i) for i in np.unravel_index(int(differs.argmax()), truth.shape)]
-        return Measure(**rest, error=float(differs.sum()), allowance=0.0, worst=worst)
-    verdict = judge(
-        candidate,
-        truth,
-        reference,
-        dtype,
-        _axes(name, truth.ndim),
-        inherits=True,
-        rotated=rotated,
-        likely_error=likely_error,
-    )
-    profile = _profile(candidate, truth, reference, dtype) if group == "forward" else None
-    part = None if verdict.part is None else PartMeasure(**vars(verdict.part))
-    return Measure(
-        **rest, error=verdict.error, allowance=verdict.allowance, worst=list(verdict.worst), part=part, profile=profile
-    )
-
-
-def _axes(name: str, dimensions: int) -> str | None:
-    """The axes of an array along which its parts are judged, too."""
-    if name == "loss.tokens":
-        return "BT"
-    return {"forward": {3: "BTM", 4: "BTHD"}, "gradients": {2: "OI"}}.get(group_of(name), {}).get(dimensions)
-
-
-def _profile(candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray, dtype: str) -> Profile:
-    """The rule within runs of tokens of [B, T, ...]."""
-    tokens = truth.shape[1]
-    runs = max(1, min(RUNS, tokens // SHORTEST_RUN))
-    starts = [tokens * run // runs for run in range(runs)]
-    verdicts = [
-        judge(candidate[:, start:stop], truth[:, start:stop], reference[:, start:stop], dtype)
-        for start, stop in zip(starts, [*starts[1:], tokens], strict=True)
-    ]
-    return Profile(
-        starts=starts,
-        error=[_shorten(verdict.error) for verdict in verdicts],
-        allowance=[_shorten(verdict.allowance) for verdict in verdicts],
-    )
-
-
-def _shorten(value: float) -> float:
-    return float(f"{value:.4g}")  # a profile is drawn, not judged
-
-
-def _layer_and_tap(name: str) -> tuple[int | None, str]:
-    """The layer of an array and its tap: `gradients.model.layers.0.mlp.up_proj.weight` -> 0, `mlp.up_proj.weight`."""
-    for prefix in ("run.exported.", "run.masters.", "run.", "inputs.", "gradients.", "step.", "trajectory.", "loss."):
-        name = name.removeprefix(prefix)
-    name = name.removeprefix("model.")
-    if name.startswith("layers."):
-        _, layer, tap = name.split(".", 2)
-        return int(layer), tap
-    return None, name
-
-
-def _where_not_finite(candidate: np.ndarray, truth: np.ndarray) -> str | None:
-    wrong = ~np.isfinite(candidate) & np.isfinite(truth)
-    if not wrong.any():
-        return None
-    first = np.unravel_index(int(wrong.argmax()), wrong.shape)
-    what = "NaN" if np.isnan(candidate[first]) else "infinite"
-    return f"{what} at {[int(i) for i in first]}, {int(wrong.sum())} of {wrong.size} elements"

@@ -25,10 +25,8 @@ from parity_tests.gate.case import TINY, find_folder
 from parity_tests.gate.judge import run_case
 from parity_tests.gate.spec import CaseSpec, Gate, expand
 from parity_tests.gate.truth import Oracle
-from parity_tests.report.github import to_badge
-from parity_tests.report.html import render
-from parity_tests.report.junit import to_junit
-from parity_tests.report.schema import CaseReport, Environment, Report, write_report
+from parity_tests.report.schema import CaseReport, Environment, Report
+from parity_tests.report.write import make_folder, write
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("anchorline", "jaxref", "torchtrain", "parity_tests")  # whose sources a finished case depends on
@@ -78,7 +76,7 @@ def run_gate(
     if only is not None:
         specs = [spec for spec in specs if spec.id == only] or _no_such_case(only, specs)
     if out is not None:
-        _make_folder(out)
+        make_folder(out / "cases")
     threads = torch.get_num_threads()
     groups: dict[CaseSpec, list[CaseSpec]] = {}
     for spec in specs:
@@ -110,15 +108,6 @@ def silence_transformers() -> None:
     """Let transformers print mistakes alone: a gate prints a line a case."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def write(report: Report, out: Path) -> None:
-    """Leave the report in its four forms."""
-    _make_folder(out)
-    write_report(report, out / "report.json")
-    replace_file(out / "report.html", render(report).encode())
-    replace_file(out / "junit.xml", to_junit(report).encode())
-    replace_file(out / "badge.json", to_badge(report).encode())
 
 
 def environment(threads: int | None = None) -> Environment:
@@ -212,16 +201,6 @@ def _fingerprint() -> str:
 def _hardware() -> str:
     cpu = processor()
     return f"{torch.cuda.get_device_name()}; {cpu}" if torch.cuda.is_available() else cpu
-
-
-def _make_folder(out: Path) -> None:
-    """Before anything is computed, so that nothing is lost."""
-    try:
-        (out / "cases").mkdir(parents=True, exist_ok=True)
-        (out / "cases" / ".probe").touch()
-        (out / "cases" / ".probe").unlink()
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror or error}; name a folder that can be written") from None
 
 
 def _no_such_case(only: str, specs: list[CaseSpec]) -> list[CaseSpec]:

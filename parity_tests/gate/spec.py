@@ -107,6 +107,11 @@ class CaseSpec(_Strict):
             )
         return self
 
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _split(cls, stages: Any) -> Any:
+        return stages.split(",") if isinstance(stages, str) else stages
+
     @field_validator("stages")
     @classmethod
     def _in_order(cls, stages: tuple[Group, ...]) -> tuple[Group, ...]:
@@ -142,16 +147,28 @@ class CaseSpec(_Strict):
         return "run" in self.stages
 
     @property
+    def given(self) -> dict[str, str]:
+        """What describes the case in a report: what every case says of itself, and what is not the default."""
+        fields = {name: getattr(self, name) for name in CaseSpec.model_fields if name != "stages"}
+        said = {n: x for n, x in fields.items() if n in _SAID or x != CaseSpec.model_fields[n].default}
+        return {name: str(value) for name, value in said.items()} | {"stages": ",".join(self.stages)}
+
+    @property
     def command(self) -> str:
         """What to type to run this case alone."""
-        names = ("model", "against", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
-        given = {name: str(value) for name in names if (value := getattr(self, name)) is not None}
-        rest = ("rope_parameters", "rope_before", "schedule", "warmup_steps", "infinite_step", "ranks", "repeats")
-        for name in (*rest, "rotation", "documents", "anchor_tokens", "padding", "beyond_window"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                given[name] = str(getattr(self, name))
-        options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
-        return shlex.join(["parity", "run", *options, "--stages", ",".join(self.stages)])
+        return shlex.join(["parity", "run", *(f"{name}={value}" for name, value in self.given.items())])
+
+
+_SAID = ("model", "variant", "rope", "engine", "dtype", "tokens", "seed")
+
+
+class Single(CaseSpec):
+    """What `parity run key=value` takes: one case, with other defaults where someone tries a model."""
+
+    engine: Engine | Literal["auto"] = Field(default="auto", description="auto: the fastest here")  # type: ignore[assignment]
+    dtype: Dtype = Field(default="bfloat16", description="of weights and activations")
+    tokens: Tokens = Field(default=192, description="of a row")
+    against_dtype: Dtype = Field(default="float32", description="of the model `against`, which is judged, too")
 
 
 # Each field of a case as a list. An entry's stages are one list, and its seeds are the gate's.
@@ -222,3 +239,8 @@ def load_gate(path: str | Path, overrides: Sequence[str] = ()) -> Gate:
         UserError: see `anchorline.settings.load`; or a case is asked for twice.
     """
     return settings.load(Gate, path, overrides, example="seeds=[1,2]")
+
+
+def load_single(given: Sequence[str]) -> Single:
+    """Read `model=smollm2 dtype=float32`. Raises UserError."""
+    return settings.load(Single, None, given, example="model=smollm2")

@@ -1,5 +1,7 @@
 """Mistakes of attention, in float64: wrong forward passes, wrong log-sum-exps, wrong gradients.
 
+numpy computes them. Where gradients are asked for, the same code runs on JAX's arrays, which have them.
+
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · G query heads per key/value head · D head_dim.
 """
 
@@ -8,23 +10,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 from parity_tests.mistakes import Mistake
 
-Arrays = dict[str, Any]  # of JAX, so that a mistake has its gradients too
+Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
     """Everything attention depends on; a mistake changes one field."""
 
-    q_BHTD: jax.Array
-    k_BHTD: jax.Array  # one copy for each query head
-    v_BHTD: jax.Array
+    q_BHTD: Any
+    k_BHTD: Any  # one copy for each query head
+    v_BHTD: Any
     mask_BTT: np.ndarray
     scale: float
 
@@ -36,7 +36,7 @@ def attention_on(
 
     order: which key/value head a query head reads: `grouped` (right), `interleaved` or `first` (wrong).
     """
-    q, k, v = (jnp.asarray(x, jnp.float64).swapaxes(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
+    q, k, v = (_float64(x).swapaxes(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
     H, K = q.shape[1], k.shape[1]
     head_H = {"grouped": np.arange(H) // (H // K), "interleaved": np.arange(H) % K, "first": np.zeros(H, int)}[order]
     return AttentionInputs(q, k[:, head_H], v[:, head_H], visible_BQJ(document_ids_BT), scale)
@@ -44,12 +44,27 @@ def attention_on(
 
 def softmax(attention: AttentionInputs) -> tuple[Any, Any]:
     """Probabilities [B, H, T, T] and log-sum-exp [B, H, T]; 0 and -inf where nothing is seen."""
+    xp = attention.q_BHTD.__array_namespace__()
     logits = attention.q_BHTD @ attention.k_BHTD.swapaxes(2, 3) * attention.scale
-    logits = jnp.where(attention.mask_BTT[:, None], logits, -jnp.inf)
-    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
-    weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0))
+    logits = xp.where(attention.mask_BTT[:, None], logits, -np.inf)
+    top = _constant(logits.max(-1, keepdims=True, initial=-np.inf))
+    weights = xp.exp(logits - xp.where(xp.isfinite(top), top, 0.0))
     total = weights.sum(-1, keepdims=True)
-    return weights / jnp.where(total > 0, total, 1.0), (top + jnp.log(total))[..., 0]
+    with np.errstate(divide="ignore"):
+        return weights / xp.where(total > 0, total, 1.0), (top + xp.log(total))[..., 0]
+
+
+def _float64(x: Any) -> Any:
+    return x.astype(np.float64) if hasattr(x, "astype") else np.asarray(x, np.float64)
+
+
+def _constant(x: Any) -> Any:
+    """The same numbers without a gradient."""
+    if isinstance(x, np.ndarray):
+        return x
+    import jax
+
+    return jax.lax.stop_gradient(x)
 
 
 def forward(attention: AttentionInputs) -> Arrays:
@@ -83,17 +98,17 @@ _WrongPass = Callable[[Any, Any, Any], Arrays]
 
 
 def _run(wrong: _WrongPass, arrays: tuple[np.ndarray, ...], weight_BTHD: np.ndarray | None) -> Arrays:
+    if weight_BTHD is None:
+        return wrong(*(_float64(x) for x in arrays))
+    import jax
+    import jax.numpy as jnp
+
     def split(*qkv: jax.Array) -> tuple[jax.Array, Arrays]:
         found = dict(wrong(*qkv))
         return found.pop("out"), found
 
-    qkv = [jnp.asarray(x, jnp.float64) for x in arrays]
-    gradients = {}
-    if weight_BTHD is None:
-        out, rest = split(*qkv)
-    else:
-        out, pull, rest = jax.vjp(split, *qkv, has_aux=True)
-        gradients = dict(zip(("dq", "dk", "dv"), pull(jnp.asarray(weight_BTHD, jnp.float64)), strict=True))
+    out, pull, rest = jax.vjp(split, *(jnp.asarray(x, jnp.float64) for x in arrays), has_aux=True)
+    gradients = dict(zip(("dq", "dk", "dv"), pull(jnp.asarray(weight_BTHD, jnp.float64)), strict=True))
     return {name: np.asarray(x) for name, x in ({"out": out} | rest | gradients).items()}
 
 
@@ -123,7 +138,7 @@ def _wrong_passes(document_ids_BT: np.ndarray, scale: float) -> Iterator[tuple[s
     yield "k and v are swapped", lambda q, k, v: forward(inputs(q, v, k))
     yield "the softmax is not normalised", lambda q, k, v: _leave_unnormalised(inputs(q, k, v))
     yield "the softmax is taken over the queries", lambda q, k, v: _over_queries(inputs(q, k, v))
-    yield "the output is all zeros", lambda q, k, v: {"out": jnp.zeros_like(q, dtype=jnp.float64)}
+    yield "the output is all zeros", lambda q, k, v: {"out": 0.0 * q}
 
 
 def _reorder(right: AttentionInputs, kv_heads: int) -> Arrays:
@@ -135,15 +150,16 @@ def _reorder(right: AttentionInputs, kv_heads: int) -> Arrays:
 
 def _leave_unnormalised(right: AttentionInputs) -> Arrays:
     p, lse = softmax(right)
-    return {"out": (p * jnp.exp(lse)[..., None] @ right.v_BHTD).swapaxes(1, 2)}
+    return {"out": (p * lse.__array_namespace__().exp(lse)[..., None] @ right.v_BHTD).swapaxes(1, 2)}
 
 
 def _over_queries(right: AttentionInputs) -> Arrays:
-    logits = jnp.where(right.mask_BTT[:, None], right.q_BHTD @ right.k_BHTD.swapaxes(2, 3) * right.scale, -jnp.inf)
-    top = jax.lax.stop_gradient(logits.max(initial=0.0, where=jnp.isfinite(logits)))
-    weights = jnp.exp(logits - top)
+    xp = right.q_BHTD.__array_namespace__()
+    logits = xp.where(right.mask_BTT[:, None], right.q_BHTD @ right.k_BHTD.swapaxes(2, 3) * right.scale, -np.inf)
+    top = _constant(logits.max(initial=0.0, where=xp.isfinite(logits)))
+    weights = xp.exp(logits - top)
     total = weights.sum(2, keepdims=True)
-    return {"out": (weights / jnp.where(total > 0, total, 1.0) @ right.v_BHTD).swapaxes(1, 2)}
+    return {"out": (weights / xp.where(total > 0, total, 1.0) @ right.v_BHTD).swapaxes(1, 2)}
 
 
 def wrong_masks(ids: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -272,7 +288,7 @@ def _gradients(right: AttentionInputs, weight_BTHD: np.ndarray, kv_heads: int, d
     ds = p * (dp - (p * dp).sum(-1, keepdims=True) if delta else dp)
     B, H, T, D = right.q_BHTD.shape
 
-    def group_heads(x_BHTD: jax.Array) -> np.ndarray:
+    def group_heads(x_BHTD: Any) -> np.ndarray:
         return np.asarray(x_BHTD).swapaxes(1, 2).reshape(B, T, kv_heads, H // kv_heads, D)
 
     return {

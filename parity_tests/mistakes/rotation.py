@@ -9,7 +9,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 
-from jaxref.rope import inverse_frequencies
+from jaxref.frequencies import inverse_frequencies
 from jaxref.rope_spec import RopeSpec
 from parity_tests.mistakes import Mistake
 

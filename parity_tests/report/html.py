@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from anchorline.page import count
 from anchorline.page import render as render_page
 from parity_tests.report.diff import verdict
-from parity_tests.report.plot import plot, where_over
+from parity_tests.report.plot import plot, plot_layers, where_over
 from parity_tests.report.schema import CaseReport, Group, Measure, Report
 
 # Worst first, as the page lists cases; with the sign that says the same without colour.
@@ -53,7 +53,6 @@ def render(report: Report) -> str:
             "commit": "not in a git repository" if environment.git_commit is None else environment.git_commit + changed,
             "hardware": environment.hardware,
             "threads": str(environment.threads),
-            "seeds": ", ".join(map(str, sorted({case.seed for case in report.cases}))) or "none",
             "created": report.created,
             "took": f"{report.seconds:.1f} s",
             "schema version": str(report.schema_version),
@@ -173,7 +172,14 @@ class ListedCase:
         broken = [measure for measure in drawn if not measure.passed]
         shown = (broken or drawn[:1])[:PLOTTED]
         profiles = [(measure, measure.profile) for measure in shown if measure.profile]
-        return [(cell(m), plot(profile, self.case.tokens), where_over(profile)) for m, profile in profiles]
+        return [(cell(m), plot(profile, self.case.tokens or 0), where_over(profile)) for m, profile in profiles]
+
+    def growth(self) -> list[tuple[str, str]]:
+        """The arrays of every layer that broke first, and how each errs from layer to layer, as an image."""
+        broken = [m.tap for m in self.case.measures if not m.passed and m.layer is not None and m.group == "forward"]
+        taps = list(dict.fromkeys(broken))[:PLOTTED]
+        rows = [(tap, [m for m in self.case.measures if m.tap == tap and m.group == "forward"]) for tap in taps]
+        return [(tap, plot_layers(own)) for tap, own in rows if len(own) > 2]
 
 
 def cell(measure: Measure) -> TableCell:

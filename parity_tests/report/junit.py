@@ -28,7 +28,11 @@ def _add(suite: ElementTree.Element, case: CaseReport) -> None:
     test = ElementTree.SubElement(
         suite,
         "testcase",
-        {"classname": _legal(f"parity.{case.model}"), "name": _legal(case.id), "time": f"{case.seconds:.3f}"},
+        {
+            "classname": _legal(f"parity.{case.settings.get('model', case.id)}"),
+            "name": _legal(case.id),
+            "time": f"{case.seconds:.3f}",
+        },
     )
     if case.skipped is not None:
         ElementTree.SubElement(test, "skipped", {"message": _legal(case.skipped)})

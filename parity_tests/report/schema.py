@@ -1,7 +1,7 @@
-"""`report.json`, version 1: what a run of the judge found, all that the page, junit.xml, `parity diff` and the zoo
+"""`report.json`, version 2: what a run of the judge found, all that the page, junit.xml, `parity diff` and the zoo
 read.
 
-A report holds cases; a case is one model under one variant, RoPE type, engine and dtype. A case holds measures: one
+A report holds cases; a case is one model under its settings, or one dump. A case holds measures: one
 judged array each, in the order in which the computation makes them. Error and allowance are root mean squares in the
 array's own units (`anchorline/tolerance.py`).
 """
@@ -15,7 +15,7 @@ from anchorline.errors import UserError
 from anchorline.files import replace_file
 from anchorline.tolerance import Judged
 
-VERSION = 1
+VERSION = 2
 Group = Literal["forward", "loss", "gradients", "step", "trajectory", "run"]
 
 
@@ -66,15 +66,9 @@ class CaseReport(_Part):
     """One cell of a run."""
 
     id: str = Field(description="unique in the report; the same case has the same id in every report")
-    model: str
-    variant: str
-    rope: str
-    engine: str
-    dtype: str
+    settings: dict[str, str] = Field(description="what was run: model, variant, engine, dtype, ...; or which dumps")
     preset: str = Field(description="what gives the allowance: a rounding preset of the oracle, or in words")
-    tokens: int
-    position_offset: int
-    seed: int
+    tokens: int | None = Field(default=None, description="of a row, where a profile ends")
     command: str = Field(description="reproduces this case alone")
     seconds: float
     problem: str | None = Field(
@@ -82,6 +76,9 @@ class CaseReport(_Part):
     )
     skipped: str | None = Field(default=None, description="why this machine cannot run the case, in words")
     first_divergence: Divergence | None = None
+    notes: list[str] = Field(
+        default=[], description="of a dump: whether the error starts there, what passed before, ..."
+    )
     measures: list[Measure] = []
 
     @property
@@ -103,7 +100,7 @@ class Environment(_Part):
 class Report(_Part):
     """The whole of a run."""
 
-    schema_version: Literal[1] = VERSION
+    schema_version: Literal[2] = VERSION
     title: str
     created: str = Field(description="ISO 8601, UTC")
     seconds: float

@@ -57,10 +57,10 @@ def training() -> list[Measure]:
 def case(identity: str = "a", **fields: Any) -> CaseReport:
     """A case that passes, unless `fields` say otherwise."""
     standard: dict[str, Any] = {
-        **dict(id=identity, model="llama", variant="anchor", rope="keep", engine="sdpa", dtype="bfloat16"),
-        **dict(preset="flash_bf16", tokens=TOKENS, position_offset=0, seed=0, seconds=3.21),
-        **dict(command="parity run --model llama --tokens 1024 --seed 0"),
+        **dict(id=identity, settings={"model": "llama", "engine": "sdpa", "dtype": "bfloat16"}, tokens=TOKENS),
+        **dict(preset="flash_bf16", seconds=3.21, command="parity run model=llama tokens=1024 seed=0"),
     }
+    standard["settings"] |= {name: fields.pop(name) for name in ("model", "rope", "engine", "dtype") if name in fields}
     return CaseReport(**standard | {"measures": forward() + training()} | fields)
 
 

@@ -22,11 +22,11 @@ from torchtrain.tests.data_fixtures import word_tokenizer
 
 runner = CliRunner()
 EXAMPLES = Path(__file__).parents[2] / "examples" / "ci"
-QUICK = ["run", "--tokens", "48", "--engine", "sdpa"]
+QUICK = ["run", "tokens=48", "engine=sdpa"]
 
 
 def test_the_same_computation_exits_with_0():
-    result = runner.invoke(cli.app, [*QUICK, "--model", "qwen3"])
+    result = runner.invoke(cli.app, [*QUICK, "model=qwen3"])
     assert result.exit_code == 0, result.output
     assert "SAME: 49 arrays within their allowance" in result.stdout
     assert "forward, layer 2" in result.stdout
@@ -34,7 +34,7 @@ def test_the_same_computation_exits_with_0():
 
 def test_another_computation_exits_with_1_and_says_where():
     with positions(lambda position_ids, _: position_ids + (position_ids > 20)):
-        result = runner.invoke(cli.app, [*QUICK, "--dtype", "float32"])
+        result = runner.invoke(cli.app, [*QUICK, "dtype=float32"])
     assert result.exit_code == 1
     assert "DIFFERENT: layer 0, q after RoPE: " in result.stdout
     assert "positions are off by +1 from token 21 on" in result.stdout
@@ -43,17 +43,19 @@ def test_another_computation_exits_with_1_and_says_where():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--model", "no such/"], "no folder with a config.json"),
-        (["--variant", "anchr"], "variant 'anchr'"),
-        (["--rope", "yarrn"], "rope: 'yarrn'"),
-        (["--engine", "flahs"], "unknown engine"),
-        (["--dtype", "fp8"], "dtype: 'fp8'"),
-        (["--tokens", "3"], "tokens: 3: give "),
-        (["--stages", "forwards"], "stages.0: 'forwards'"),
+        (["model=no such/"], "no folder with a config.json"),
+        (["variant=anchr"], "variant 'anchr'"),
+        (["rope=yarrn"], "rope: 'yarrn'"),
+        (["engine=flahs"], "engine: 'flahs'"),
+        (["dtype=fp8"], "dtype: 'fp8'"),
+        (["tokens=3"], "tokens: 3: give "),
+        (["stages=forwards"], "stages.0: 'forwards'"),
+        (["modle=llama"], "modle: unknown key; did you mean model?"),
+        (["against_dtype=bfloat16"], "needs `against`"),
         (["--case", "x"], "--case: needs a configuration"),
         (["none.yaml"], "config none.yaml: no such file"),
-        (["configs/parity/ci.yaml", "--dtype", "bfloat16"], "--dtype: has no effect with a configuration"),
-        (["--against", "llama"], "'llama' is a tiny random model"),
+        (["configs/parity/ci.yaml", "dtype=bfloat16"], "dtype: unknown key"),
+        (["against=llama"], "'llama' is a tiny random model"),
     ],
 )
 def test_a_mistake_is_one_line_and_exits_with_2(options, says):
@@ -66,7 +68,7 @@ def test_a_mistake_is_one_line_and_exits_with_2(options, says):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device runs it")
 def test_an_engine_that_cannot_run_here_is_a_mistake():
-    result = runner.invoke(cli.app, ["run", "--engine", "flash"])
+    result = runner.invoke(cli.app, ["run", "engine=flash"])
     assert result.exit_code == 2
     assert "needs a CUDA device" in result.stderr
 
@@ -79,7 +81,7 @@ def test_a_configuration_leaves_a_report(tmp_path):
     assert "of 2 cases within their allowance, 1 cases cannot run here" in result.stdout
     assert {file.name for file in out.iterdir()} == {"report.json", "report.html", "junit.xml", "badge.json", "cases"}
     report = json.loads((out / "report.json").read_text())
-    assert [case["dtype"] for case in report["cases"]] == ["bfloat16", "bfloat16", "float32"]
+    assert [case["settings"]["dtype"] for case in report["cases"]] == ["bfloat16", "bfloat16", "float32"]
     case = report["cases"][0]["id"]
     alone = runner.invoke(cli.app, ["run", str(path), "matrix.0.dtype=bfloat16", "--case", case])
     assert alone.exit_code == 0
@@ -115,7 +117,7 @@ def checkpoints(tmp_path_factory):
 
 
 def held_against(checkpoints, model: str, against: str):
-    folders = ["--model", str(checkpoints / model), "--against", str(checkpoints / against)]
+    folders = [f"model={checkpoints / model}", f"against={checkpoints / against}"]
     return runner.invoke(cli.app, [*QUICK, *folders])
 
 
@@ -135,7 +137,7 @@ def test_an_export_that_lost_its_theta_is_another_computation(checkpoints):
 def test_a_checkpoint_that_was_written_anew_is_judged_anew(checkpoints, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(checkpoints / "original", folder)
-    arguments = ["run", "--model", str(folder), "--dtype", "float32", "--tokens", "48", "--out", str(tmp_path / "out")]
+    arguments = ["run", f"model={folder}", "dtype=float32", "tokens=48", "--out", str(tmp_path / "out")]
     report = tmp_path / "out" / "report.json"
     assert runner.invoke(cli.app, arguments).exit_code == 0
     before = read_report(report).cases
@@ -221,7 +223,7 @@ def test_a_template_runs_a_gate_and_keeps_its_report(where, tmp_path, monkeypatc
 
 def test_what_differs_is_annotated():
     with positions(lambda position_ids, _: position_ids + 1):
-        done = runner.invoke(cli.app, [*QUICK, "--dtype", "float32", "--format", "github"])
+        done = runner.invoke(cli.app, [*QUICK, "dtype=float32", "--format", "github"])
     assert done.exit_code == 1
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("::")]
     assert line.startswith("::error title=parity llama-anchor-keep-sdpa-float32-t48-s0::layer 0, q after RoPE: ")

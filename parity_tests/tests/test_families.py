@@ -99,21 +99,21 @@ def test_flattened_documents_are_what_the_family_computes_of_each_alone(family):
 def test_parity_run_judges_a_checkpoint_of_a_family_that_the_oracle_lacks(family, tmp_path):
     families.tiny_model(family).float().save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
-    arguments = ["run", "--model", str(tmp_path), "--tokens", "53", "--stages", "forward,gradients", "--dtype"]
-    right = CliRunner().invoke(cli.app, [*arguments, "float32"])
+    arguments = ["run", f"model={tmp_path}", "tokens=53", "stages=forward,gradients"]
+    right = CliRunner().invoke(cli.app, [*arguments, "dtype=float32"])
     assert right.exit_code == 0, right.output
     assert "own eager attention in float32" in right.stdout
     if family == "mixtral":
-        assert "chooses experts" in CliRunner().invoke(cli.app, [*arguments, "bfloat16"]).stderr
+        assert "chooses experts" in CliRunner().invoke(cli.app, [*arguments, "dtype=bfloat16"]).stderr
         return
     missing = f"the oracle has no decoder of {family}"
-    assert f"rope: {missing}" in CliRunner().invoke(cli.app, [*arguments, "float32", "--rope", "yarn"]).stderr
+    assert f"rope: {missing}" in CliRunner().invoke(cli.app, [*arguments, "dtype=float32", "rope=yarn"]).stderr
     gate = tmp_path / "gate.yaml"
     messages = {"sdpa": "no case of the gate runs on this", "dense": f"{missing}, which the zoo"}
     for engine, message in (messages | {"dense, against: llama": "against llama: either it or"}).items():
         gate.write_text(f"title: t\ncases: [{{model: {tmp_path}, engine: {engine}}}]\n")
         assert message in CliRunner().invoke(cli.app, ["zoo", str(gate)]).stderr
     with BUGS["window_off_by_one"].apply():
-        wrong = CliRunner().invoke(cli.app, [*arguments, "float32"])
+        wrong = CliRunner().invoke(cli.app, [*arguments, "dtype=float32"])
     assert wrong.exit_code == 1
     assert "DIFFERENT: layer 0, residual after the MLP" in wrong.stdout

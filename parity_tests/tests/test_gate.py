@@ -420,4 +420,4 @@ def test_junit_counts_and_says_why():
     assert suite.find(".//skipped").get("message") == "needs ? a <GPU>"
     assert suite.find(".//error").get("message") == "it raises"
     assert "layers.0.q_rope: error" in suite.find(".//failure").text
-    assert "parity run --model llama" in suite.find(".//failure").text
+    assert "parity run model=llama" in suite.find(".//failure").text

@@ -1,0 +1,1 @@
+"""`parity compare`: judge what any two engines wrote, by names, with an allowance that is derived."""

@@ -1,0 +1,277 @@
+"""`parity compare`: from dumps to a verdict: which name breaks first, what passed before it, and what it looks like."""
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anchorline.environment import git_state, processor, usable_cores, versions
+from anchorline.errors import UserError
+from parity_tests.comparing.dumps import Array, Dump
+from parity_tests.comparing.hints import explain, know
+from parity_tests.comparing.judging import SHOWN, Found, Rule, Sides, choose, measure_all
+from parity_tests.mistakes.words import extent, how_much, where
+from parity_tests.report.schema import CaseReport, Divergence, Environment, Report
+
+FINER = ("float8_e5m2", "float8_e4m3", "bfloat16", "float16", "float32", "float64")
+HANDED_ON = 0.5  # of the ratio of an array: what errs more before it is handed on
+ALLOWANCES = {
+    "reference": "twice what the reference errs against the truth, and one rounding of the truth's size",
+    "floor": "noise floor only, not a proof: the truth's own rounding through {operations} operations a layer",
+    "difference": "none: two candidates without a truth",
+}
+
+
+def compare(
+    candidate: Dump,
+    truth: Dump | None,
+    reference: Dump | None,
+    against: Dump | None,
+    rule: Rule,
+    only: Sequence[str] = (),
+    tell: Callable[[str, int, int], None] = lambda *_: None,
+) -> Report:
+    """Judge a dump.
+
+    Args:
+        candidate: what is judged.
+        truth: the same computation in float64, or in a finer dtype than the candidate's.
+        reference: the same computation with the candidate's roundings; None: the noise floor alone is allowed.
+        against: instead of a truth, another candidate.
+        rule: how arrays are judged; its kind follows from what is given.
+        only: patterns of the names that are compared; all, where there is none.
+        tell: called after each array with its name, its number and how many there are.
+
+    Raises UserError: no name in common, or a truth that is no finer than the candidate.
+    """
+    started, created = time.perf_counter(), datetime.now(UTC)
+    right = truth or against
+    assert right is not None, "the command asks for one of them"
+    pairs, problems = _pair(candidate, right, reference, only)
+    if truth is not None:
+        _refuse_coarse(pairs)
+    found = measure_all(pairs, rule, tell)
+    case = _conclude(found, problems, pairs, rule, {**candidate.config, **right.config})
+    # One shape of report for all verbs: a dump is a case.
+    dumps = {"candidate": candidate, "truth": truth, "reference": reference, "against": against}
+    settings = {role: dump.source for role, dump in dumps.items() if dump is not None}
+    commit, dirty = git_state(Path.cwd())
+    command = shlex.join(["parity", *sys.argv[1:]])
+    allowance = ALLOWANCES[rule.kind].format(operations=rule.operations)
+    name, seconds = Path(candidate.source).stem, time.perf_counter() - started
+    report = CaseReport(id=name, settings=settings, preset=allowance, command=command, seconds=seconds, **case)
+    here = Environment(
+        versions=versions(("numpy", "safetensors", "ml_dtypes", "anchorline")),
+        hardware=processor(),
+        threads=usable_cores(),
+        git_commit=commit,
+        git_dirty=dirty,
+    )
+    title, when = f"{candidate.source} against {right.source}", created.isoformat(timespec="seconds")
+    return Report(title=title, created=when, seconds=seconds, command=command, environment=here, cases=[report])
+
+
+def _pair(
+    candidate: Dump, truth: Dump, reference: Dump | None, only: Sequence[str]
+) -> tuple[dict[str, Sides], list[str]]:
+    """The arrays of all sides by name, in the truth's order, and what has no counterpart."""
+    names = choose(truth.arrays, only)
+    shared = [name for name in names if name in candidate.arrays]
+    if not shared:
+        mine, theirs = (", ".join(list(dump.arrays)[:SHOWN]) for dump in (candidate, truth))
+        raise UserError(
+            f"no name is in both dumps: {candidate.source} has {mine}, ...; {truth.source} has {theirs}, ...; give a "
+            "map of names with --names or --truth-names"
+        )
+    problems = []
+    for words, missing in (
+        ("the candidate lacks", [name for name in names if name not in candidate.arrays]),
+        ("the candidate alone has", [name for name in choose(candidate.arrays, only) if name not in truth.arrays]),
+        ("the reference lacks", [name for name in shared if reference and name not in reference.arrays]),
+    ):
+        if missing:
+            more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+            problems.append(f"{words} {', '.join(missing[:SHOWN])}{more}")
+    pairs: dict[str, Sides] = {}
+    for name in shared:
+        if reference is not None and name not in reference.arrays:
+            continue
+        true = truth.arrays[name][0]
+        shape = true.load().shape
+        sides = [candidate.arrays[name], reference.arrays[name] if reference else [None]]
+        if len(truth.arrays[name]) > 1:  # ranks on both sides: each against its own
+            for rank, (mine, own) in enumerate(zip(candidate.arrays[name], truth.arrays[name], strict=False)):
+                pairs[f"{name} [rank {rank}]"] = (mine, own, reference.arrays[name][rank] if reference else None)
+            continue
+        mine, other = (_joined(ranks, shape) if ranks[0] else [None] for ranks in sides)  # type: ignore[arg-type]
+        for rank, array in enumerate(mine):
+            assert array is not None
+            pairs[f"{name} [rank {rank}]" if len(mine) > 1 else name] = (array, true, other[min(rank, len(other) - 1)])
+    return pairs, problems
+
+
+def _joined(ranks: Sequence[Array], shape: tuple[int, ...]) -> list[Array]:
+    """The ranks' arrays, each the whole; or one, of slices that fit together along one axis alone."""
+    shapes = [array.load().shape for array in ranks]
+    if len(ranks) == 1 or any(own == shape for own in shapes):
+        return list(ranks)
+    fits = [
+        axis
+        for axis in range(len(shape))
+        if all(
+            len(own) == len(shape) and own[:axis] + own[axis + 1 :] == shape[:axis] + shape[axis + 1 :]
+            for own in shapes
+        )
+        and sum(own[axis] for own in shapes) == shape[axis]
+    ]
+    if len(fits) != 1:
+        return list(ranks)  # their shapes are a finding
+    return [Array(ranks[0].dtype, lambda: np.concatenate([array.load() for array in ranks], fits[0]))]
+
+
+def _refuse_coarse(pairs: Mapping[str, Sides]) -> None:
+    kinds = [(FINER.index(c.dtype), FINER.index(t.dtype)) for c, t, _ in pairs.values() if c.dtype and t.dtype]
+    if kinds and all(true <= mine for mine, true in kinds):
+        mine, true = (FINER[max(kind)] for kind in zip(*kinds, strict=True))
+        raise UserError(
+            f"--truth: is {true}, no finer than the candidate, which is {mine}: write it in float64; or give it as "
+            "--against, and the difference is shown"
+        )
+
+
+def _conclude(
+    found: Sequence[Found], problems: list[str], pairs: Mapping[str, Sides], rule: Rule, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the report says of the dump."""
+    problems = problems + [f.problem for f in found if f.problem]
+    measures = [f.measure for f in found if f.measure is not None]
+    notes: list[str] = []
+    first = next((f for f in found if f.measure is not None and not f.measure.passed), None)
+    divergence = None
+    if first is not None:
+        assert first.measure is not None
+        words = _words(first, found, pairs, rule, config)
+        divergence = Divergence(name=first.name, ratio=first.measure.ratio, words=words)
+        notes = _notes(first, found, pairs, rule)
+    finer = [
+        f
+        for f in found
+        if f.dtype and f.measure and FINER.index(pairs[f.name][1].dtype or "float64") <= FINER.index(f.dtype)
+    ]
+    if rule.kind != "difference" and finer:
+        notes.append(
+            f"the truth of {len(finer)} arrays is no finer than the candidate ({finer[0].name}, ...), so that less is "
+            "seen there"
+        )
+    more = f"; and {len(problems) - SHOWN} more such" if len(problems) > SHOWN else ""
+    return {
+        "problem": "; ".join(problems[:SHOWN]) + more if problems else None,
+        "first_divergence": divergence, "measures": measures, "notes": notes,
+    }  # fmt: skip
+
+
+def _words(
+    first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rule: Rule, config: Mapping[str, Any]
+) -> str:
+    measure = first.measure
+    assert measure is not None
+    if rule.kind == "difference":
+        return f"{where(measure)}: differs by {first.relative:.3g} of its size"
+    size = how_much(measure)
+    if measure.whole <= 1 and measure.part:  # so small that every mistake of this size would explain it
+        return f"{where(measure)} ({first.name}): {measure.part.name} errs {measure.part.ratio:.3g} times its allowance"
+    known = know({n: s[0] for n, s in pairs.items()}, {n: s[1] for n, s in pairs.items()}, config)
+    before = [f.name for f in found[: found.index(first)] if f.measure]
+    explained = explain(measure, known, before)
+    tokens = ""
+    if (
+        len(measure.shape) >= 3
+        and measure.group == "forward"
+        and "token" not in (explained or "")
+        and first.name in known.truth
+    ):
+        tokens = extent(np.abs(known.candidate[first.name] - known.truth[first.name]), measure)
+    return "; ".join(filter(None, (f"{where(measure)} ({first.name}): {size}", tokens, explained)))
+
+
+def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rule: Rule) -> list[str]:
+    """What passed before, whether the error starts there, where it is worst, and how much breaks behind it."""
+    at = found.index(first)
+    before = [f for f in found[:at] if f.measure]
+    behind = [f for f in found[at + 1 :] if f.measure]
+    measure = first.measure
+    assert measure is not None
+    notes = []
+    inner = [f for f in before if f.dtype and f.measure and f.measure.group == measure.group][-SHOWN:]
+    if rule.kind != "difference" and inner and first.dtype and all(f.measure for f in inner):
+        last = max(inner, key=lambda f: f.measure.ratio if f.measure else 0.0)
+        ratio = last.measure.ratio if last.measure else 0.0
+        word = "it was handed on" if ratio > HANDED_ON * measure.ratio else "it starts here"
+        notes.append(
+            f"{word}: {last.name} before it errs {ratio:.2g} of its allowance (error in {last.relative:.2g} of its "
+            f"size, error out {first.relative:.2g})"
+        )
+    if before:
+        notes.append(f"passed before it: {len(before)} arrays, {before[0].name} to {before[-1].name}")
+    else:
+        notes.append("it is the first array")
+    notes += _worst(first, pairs)
+    broken = [f for f in behind if f.measure and not f.measure.passed]
+    if behind:
+        notes.append(
+            f"behind it {len(broken)} of {len(behind)} arrays {'break' if rule.kind != 'difference' else 'differ'}"
+        )
+    growth = [(f.measure.layer, f.relative) for f in behind if f.measure and f.measure.tap == measure.tap]
+    layers = [(layer, error) for layer, error in growth if layer is not None and error > 0]
+    factor = (layers[-1][1] / first.relative) ** (1 / len(layers)) if layers and first.relative > 0 else 0.0
+    if factor > 1:
+        notes.append(f"from layer to layer its relative error grows by a factor of {factor:.3g}")
+    return notes
+
+
+_AXES = {4: ("row", "token", "head", "channel"), 3: ("row", "token", "channel"), 2: ("row", "column")}
+
+
+def _worst(first: Found, pairs: Mapping[str, Sides]) -> list[str]:
+    """The element that errs most with both numbers, and its token, head and channel."""
+    measure = first.measure
+    assert measure is not None
+    if not measure.worst:
+        return []
+    index = tuple(measure.worst)
+    mine, true, _ = pairs[first.name]
+    values = [x.load()[index] for x in (mine, true)]
+    names = _AXES.get(len(index), tuple(f"axis {i}" for i in range(len(index))))
+    place = ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True))
+    exact = first.dtype is None
+    shown = [str(x) if exact else f"{float(x):.6g}" for x in values]
+    return [f"worst at {place}: {shown[0]}, where {shown[1]} is right"]
+
+
+def verdict(report: Report, kind: str) -> tuple[bool, str]:
+    """Whether the dump passes, and the verdict in words."""
+    case = report.cases[0]
+    broken = sum(not measure.passed for measure in case.measures)
+    count = len(case.measures)
+    if kind == "difference":
+        if case.passed:
+            return True, f"IDENTICAL: {count} arrays are the same, number for number"
+        words = case.first_divergence.words if case.first_divergence else case.problem
+        return False, f"A DIFFERENCE, not judged: {broken} of {count} arrays differ; the first: {words}"
+    floor = "; noise floor only, not a proof" if kind == "floor" else ""
+    if case.passed:
+        worst = max(case.measures, key=lambda measure: measure.ratio)
+        said = "WITHIN THE NOISE FLOOR" if floor else "SAME"
+        return (
+            True,
+            f"{said}: {count} arrays within their allowance, at worst {worst.ratio:.2f} of it ({worst.name}){floor}",
+        )
+    said = "BEYOND THE NOISE FLOOR" if floor and case.first_divergence else "DIFFERENT"
+    words = [case.first_divergence.words] if case.first_divergence else []
+    words += [case.problem] if case.problem else []
+    return False, f"{said}: {'; '.join(words)}{floor}"

@@ -1,0 +1,186 @@
+"""A dump: named arrays in safetensors files, in the order of the computation, read from the disk where they are needed.
+
+A dump is a file, or a folder of files. Files whose arrays have other names are parts of one dump. Where names repeat,
+files that have `rank` in their names are the ranks of one computation, all others are steps (`step 3: loss`).
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from anchorline.errors import UserError, quoted
+from anchorline.files import read_json
+from parity_tests.report.names import group_of, layer_and_tap
+
+MOST_HEADER = 100_000_000  # bytes, as the format's own library allows
+_FLOATS = {
+    "F64": ("float64", np.float64),
+    "F32": ("float32", np.float32),
+    "F16": ("float16", np.float16),
+    "BF16": ("bfloat16", ml_dtypes.bfloat16),
+    "F8_E4M3": ("float8_e4m3", ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": ("float8_e5m2", ml_dtypes.float8_e5m2),
+}
+_EXACT = {f"{sign}{bits}": f"{kind}{bits}" for sign, kind in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)}
+_DTYPES: dict[str, Any] = {code: dtype for code, (_, dtype) in _FLOATS.items()} | _EXACT | {"BOOL": np.bool_}
+_GROUPS = ("forward", "loss", "gradients", "step", "trajectory", "run")
+# Stems of names in the order in which a decoder computes them. Whatever has none comes last.
+_ORDER = (
+    *("input_ids", "position_ids", "document_ids", "embed", "rotary", "rope_table", "input_layernorm", "input_norm"),
+    *("attention_norm", "ln_1", "qkv", "q_proj", "q", "k_proj", "k", "v_proj", "v", "q_norm", "k_norm", "q_rope"),
+    *(
+        "k_rope",
+        "lse",
+        "attn",
+        "o_proj",
+        "out_proj",
+        "attn_out",
+        "self_attn",
+        "attn_residual",
+        "post_attention_layernorm",
+    ),
+    *(
+        "post_norm",
+        "ffn_norm",
+        "ln_2",
+        "router",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "mlp",
+        "residual",
+        "output",
+        "norm",
+    ),
+    *("final_norm", "lm_head", "logits"),
+)
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a dump, which is read when `load` is called; float8 and bfloat16 as they are.
+
+    dtype: `float32`, `bfloat16`, ..., or None where it holds integers or booleans.
+    """
+
+    dtype: str | None
+    load: Callable[[], np.ndarray] = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Named arrays in the order of the computation, and what the file says of the model.
+
+    arrays: for each name the arrays of its ranks; one, where there are no ranks.
+    config: the model's config.json, or {}.
+    """
+
+    source: str
+    arrays: Mapping[str, Sequence[Array]]
+    config: Mapping[str, Any]
+
+
+def open_dump(path: Path, order: Path | None = None, config: Path | None = None) -> Dump:
+    """Read the headers of a dump.
+
+    Args:
+        path: a file or a folder.
+        order: a file of names, one a line; None takes the order in the file's metadata, else sorts the names.
+        config: the model's config.json, where the metadata lack it.
+
+    Raises:
+        UserError: there is none, it is damaged, or holds a dtype that nothing here reads.
+    """
+    files = sorted(path.glob("*.safetensors"), key=_natural) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        why = "the folder holds no .safetensors file" if path.is_dir() else "no such file"
+        raise UserError(f"dump {quoted(str(path))}: {why}; give a file, or a folder of files")
+    parts: list[dict[str, Array]] = []
+    metadata: dict[str, str] = {}
+    for file in files:
+        found, about = _read_header(file)
+        parts.append(found)
+        metadata |= about
+    names = [name for part in parts for name in part]
+    arrays: dict[str, list[Array]] = {}
+    repeated = len(set(names)) < len(names)
+    by_step = repeated and not all("rank" in file.name for file in files)
+    for file, part in zip(files, parts, strict=True):
+        step = f"step {_numbers(file.stem)[-1] if _numbers(file.stem) else file.stem}: " if by_step else ""
+        for name, array in part.items():
+            arrays.setdefault(step + name, []).append(array)
+    try:
+        said = order.read_text(encoding="utf-8").split("\n") if order else json.loads(metadata.get("order", "[]"))
+        model = read_json(config, "--config") if config else json.loads(metadata.get("config", "{}"))
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"dump {quoted(str(path))}: its order or config cannot be read: {error}") from None
+    place = {name: number for number, name in enumerate(said)}
+    ordered = sorted(arrays, key=lambda name: (place.get(name, len(place)), sort_key(name)))
+    return Dump(str(path), {name: arrays[name] for name in ordered}, model)
+
+
+def _read_header(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, MOST_HEADER):
+                raise ValueError("its header does not fit into it")
+            header = json.loads(file.read(length))
+        metadata = header.pop("__metadata__", {})
+        arrays = {name: _place(path, length + 8, size, entry) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"dump {quoted(str(path))}: not safetensors, or damaged ({error})") from None
+    # The order of the file is that of its bytes: writers sort by dtype and name, so it says nothing.
+    return arrays, metadata
+
+
+def _place(path: Path, start: int, size: int, entry: Mapping[str, Any]) -> Array:
+    code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if code not in _DTYPES:
+        raise ValueError(f"dtype {code} is unknown here; write {', '.join(_DTYPES)}")
+    dtype = np.dtype(_DTYPES[code])
+    count = int(np.prod(shape, dtype=np.int64))
+    if count * dtype.itemsize != end - begin or start + end > size:
+        raise ValueError("an array reaches beyond its bytes")
+
+    def load() -> np.ndarray:
+        if count == 0:
+            return np.zeros(shape, dtype)
+        return np.memmap(path, dtype, "r", start + begin, (count,)).reshape(shape)
+
+    return Array(_FLOATS[code][0] if code in _FLOATS else None, load)
+
+
+def sort_key(name: str) -> tuple[Any, ...]:
+    """Sorts names by stage, then as a decoder computes them, gradients in the opposite order."""
+    bare = name.rpartition(": ")[2]
+    group, (layer, tap) = group_of(bare), layer_and_tap(bare)
+    stem = next((_ORDER.index(word) for word in reversed(re.split(r"[./]", tap)) if word in _ORDER), len(_ORDER))
+    before = layer is None and stem < _ORDER.index("input_layernorm")
+    where = (0 if before else 2 if layer is None else 1, layer or 0, stem)
+    back = tuple(-x for x in where) if group == "gradients" else where
+    return _natural(name.removesuffix(bare)), _GROUPS.index(group), back, _natural(tap)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _natural(name: Any) -> tuple[Any, ...]:
+    """Sorts `layer 10` behind `layer 9`."""
+    parts = re.split(r"(\d+)", str(name))
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part)
+
+
+def blocks(size: int, at_once: int) -> Iterator[slice]:
+    """Slices of at most so many elements."""
+    return (slice(start, start + at_once) for start in range(0, size, at_once))

@@ -1,0 +1,215 @@
+"""Names of one engine's arrays in the words of another: a map says how each array is made of what the ranks hold.
+
+    about: Megatron-Core, GPT layers
+    names:
+      layers.{i}.q:                                        # the name that both sides are compared under
+        from: decoder.layers.{i}.self_attention.linear_qkv # in this dump; of a list the arrays are added
+        steps: [{groups: q}, heads, {join: 2}]
+      layers.{i}.mlp: decoder.layers.{i}.mlp               # nothing to be done
+
+Steps are done for each rank, until `join` or `sum` makes one array of them:
+
+| step                     | what it does                                                                   |
+| ------------------------ | ------------------------------------------------------------------------------ |
+| `part: [N, [SIZE, ...]]` | the Nth part of the last axis, cut in proportion to the sizes (qkv, gate-up)   |
+| `groups: q` (`k`, `v`)   | one of q, k and v, where the last axis has them for each key/value group in turn |
+| `heads`                  | split the last axis into heads                                                 |
+| `half_split`             | neighbours that RoPE rotates, in the order of the two halves of a head         |
+| `move: [AXIS, ...]`      | axes in another order                                                          |
+| `rows`                   | [T, ...] of one packed row as [1, T, ...]                                      |
+| `join: AXIS`, `sum`      | the ranks' slices of an axis, or their partial results, together               |
+
+Sizes are numbers, or `heads`, `kv_heads`, `head_dim` and `intermediate` of the model's config. Under `stages: true`
+(pipeline parallel) a layer's number counts on from the rank before.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from anchorline import settings
+from anchorline.errors import UserError
+from parity_tests.comparing.dumps import Array, Dump, sort_key
+
+MAPS = Path(__file__).parent / "maps"
+_LAYER = "{i}"
+
+
+class Source(BaseModel):
+    """Where an array comes from."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    names: str | list[str] = Field(alias="from", description="name in the dump; of a list the arrays are added")
+    steps: list[str | dict[str, Any]] = Field(default=[], description="what is done to it")
+
+
+class Names(BaseModel):
+    """A map of names."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    about: str = Field(default="", description="whose names they are")
+    stages: bool = Field(default=False, description="each rank holds layers of its own, numbered from 0")
+    names: dict[str, str | Source] = Field(description="name to compare under -> where it comes from")
+
+
+def load_names(name: str) -> Names:
+    """Read a map: a file, or the name of one that is shipped. Raises UserError."""
+    shipped = MAPS / f"{name}.yaml"
+    if not shipped.is_file() and not Path(name).is_file():
+        raise UserError(f"--names {name}: no such file, and none of the maps {', '.join(shipped_names())}")
+    return settings.load(Names, shipped if shipped.is_file() else name, example="about=mine")
+
+
+def shipped_names() -> list[str]:
+    """The maps that come with this package."""
+    return sorted(path.stem for path in MAPS.glob("*.yaml"))
+
+
+def recognise(dump: Dump) -> str | None:
+    """The shipped map that fits most names of a dump, if it fits one in four."""
+    fits = {name: len(_used(dump, load_names(name))) for name in shipped_names()}
+    best = max(fits, key=lambda name: fits[name])
+    return best if fits[best] * 4 >= len(dump.arrays) else None
+
+
+def _used(dump: Dump, names: Names) -> set[str]:
+    return {own for _, sources, _ in _find(dump, names) for own in sources}
+
+
+def rename(dump: Dump, names: Names) -> Dump:
+    """The dump under the names of a map; what the map does not use stays as it is."""
+    found: Mapping[str, Sequence[Array]] = dump.arrays
+    if names.stages:
+        found = _count_on(found)
+    dump = replace(dump, arrays=found)
+    made: dict[str, Sequence[Array]] = {}
+    for target, sources, steps in _find(dump, names):
+        ranks = [dump.arrays[source] for source in sources]
+        joined = any(_step(step)[0] in ("join", "sum") for step in steps)
+        groups = [ranks] if joined or not ranks else [[[arrays[r]] for arrays in ranks] for r in range(len(ranks[0]))]
+        made[target] = [_made(target, group, steps, dump.config) for group in groups]
+    used = {source for _, sources, _ in _find(dump, names) for source in sources}
+    rest = {name: arrays for name, arrays in found.items() if name not in used}
+    return replace(dump, arrays={name: (made | rest)[name] for name in sorted(made | rest, key=sort_key)})
+
+
+def _find(dump: Dump, names: Names) -> list[tuple[str, list[str], Sequence[Any]]]:
+    """Name, sources and steps of every array that the map can make of the dump, the first that fits a name."""
+    found: dict[str, tuple[str, list[str], Sequence[Any]]] = {}
+    for target, source in names.names.items():
+        given, steps = (source, []) if isinstance(source, str) else (source.names, source.steps)
+        given = [given] if isinstance(given, str) else given
+        first = re.compile(re.escape(given[0]).replace(re.escape(_LAYER), r"(\d+)") + "$")
+        for name in dump.arrays:
+            start, prefix = (name.find(": ") + 2, name[: name.find(": ") + 2]) if ": " in name else (0, "")
+            if match := first.match(name, start):
+                layer = match[1] if match.groups() else ""
+                own = [prefix + one.replace(_LAYER, layer) for one in given]
+                to = prefix + target.replace(_LAYER, layer)
+                if all(one in dump.arrays for one in own):
+                    found.setdefault(to, (to, own, steps))
+    return list(found.values())
+
+
+def _count_on(arrays: Mapping[str, Sequence[Array]]) -> dict[str, Sequence[Array]]:
+    """Layers of the ranks, one rank after another, under numbers that go on."""
+    number = re.compile(r"(?<=\.)(\d+)(?=\.)")
+    found: dict[str, list[Array]] = {}
+    ranks = max(map(len, arrays.values()))
+    layers = 1 + max((int(match[0]) for name in arrays if (match := number.search(name))), default=0)
+    for name, own in arrays.items():
+        if len(own) < ranks or not number.search(name):
+            found.setdefault(name, []).extend(own)
+        for rank, array in enumerate(own if len(own) == ranks and number.search(name) else ()):
+            to = number.sub(lambda match, rank=rank: str(int(match[0]) + rank * layers), name, count=1)
+            found.setdefault(to, []).append(array)
+    return dict(found)
+
+
+def _made(target: str, sources: Sequence[Sequence[Array]], steps: Sequence[Any], config: Mapping[str, Any]) -> Array:
+    def load() -> np.ndarray:
+        try:
+            ranks = [_add([arrays[r].load() for arrays in sources]) for r in range(len(sources[0]))]
+            for step in steps:
+                kind, value = _step(step)
+                if kind in ("join", "sum"):
+                    ranks = [ranks[0] if len(ranks) == 1 else _JOINS[kind](ranks, value)]
+                else:
+                    ranks = [_STEPS[kind](x, value, _Sizes(config)) for x in ranks]
+        except (IndexError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"--names: {target}: its steps do not fit its arrays: {error}") from None
+        return ranks[0]
+
+    return Array(sources[0][0].dtype, load)
+
+
+def _add(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else sum(x.astype(np.float64) for x in arrays)  # type: ignore[return-value]
+
+
+def _step(step: Any) -> tuple[str, Any]:
+    kind, value = (step, None) if isinstance(step, str) else next(iter(step.items()), ("", None))
+    if kind not in (*_STEPS, *_JOINS):
+        raise UserError(f"--names: step {kind!r} is unknown; choose from {', '.join((*_STEPS, *_JOINS))}")
+    return kind, value
+
+
+class _Sizes:
+    """Sizes by name, from a config.json."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+
+    def __getitem__(self, size: int | str) -> int:
+        if isinstance(size, int):
+            return size
+        config = self._config
+        heads = config.get("num_attention_heads")
+        hidden = config.get("hidden_size")
+        known = {
+            "heads": heads,
+            "kv_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or (hidden // heads if hidden and heads else None),
+            "intermediate": config.get("intermediate_size"),
+        }
+        if (found := known.get(size)) is None:
+            raise UserError(f"--names: {size} is not known; give the model's config.json with --config")
+        return int(found)
+
+
+def _part(x: np.ndarray, value: Any, sizes: _Sizes) -> np.ndarray:
+    number, cut = value
+    shares = [sizes[size] for size in cut]
+    ends = [x.shape[-1] * end // sum(shares) for end in accumulate(shares, initial=0)]
+    return x[..., ends[number] : ends[number + 1]]
+
+
+def _group(x: np.ndarray, which: Any, sizes: _Sizes) -> np.ndarray:
+    queries, D = sizes["heads"] // sizes["kv_heads"], sizes["head_dim"]
+    groups = x.reshape(*x.shape[:-1], -1, queries + 2, D)
+    at = {"q": slice(queries), "k": slice(queries, queries + 1), "v": slice(queries + 1, None)}[which]
+    return groups[..., at, :].reshape(*x.shape[:-1], -1)
+
+
+_STEPS: dict[str, Any] = {
+    "part": _part,
+    "groups": _group,
+    "heads": lambda x, _, sizes: x.reshape(*x.shape[:-1], -1, sizes["head_dim"]),
+    "half_split": lambda x, _, sizes: np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1),
+    "move": lambda x, axes, _: x.transpose(axes),
+    "rows": lambda x, *_: x[None],
+}
+_JOINS: dict[str, Any] = {
+    "join": lambda ranks, axis: np.concatenate(ranks, axis),
+    "sum": lambda ranks, _: _add(ranks),
+}

@@ -1,0 +1,307 @@
+"""`parity compare`: dumps made by hand, so that each fault is known."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from parity_tests import cli
+from parity_tests.comparing.dumps import open_dump
+from parity_tests.report.schema import read_report
+
+B, T, H, D, M, LAYERS = 2, 48, 4, 16, 64, 3
+CODES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+Arrays = dict[str, np.ndarray]
+
+
+def write(path: Path, arrays: Arrays, **metadata: str) -> Path:
+    """Write safetensors, also of the dtypes that numpy lacks."""
+    header: dict = {"__metadata__": metadata} if metadata else {}
+    parts, at = [], 0
+    kinds = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
+    for name, x in arrays.items():
+        parts.append(np.ascontiguousarray(x).tobytes())
+        code = (kinds | CODES)[str(x.dtype)]
+        header[name] = {"dtype": code, "shape": list(x.shape), "data_offsets": [at, at + len(parts[-1])]}
+        at += len(parts[-1])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
+    return path
+
+
+def rounded(x: np.ndarray, seed: int, dtype=ml_dtypes.bfloat16) -> np.ndarray:
+    """What a correct engine of half precision gives: a few independent roundings, then one."""
+    if x.dtype.kind in "ib" or x.max() <= 0:
+        return x
+    noise = np.random.default_rng(seed).standard_normal(x.shape) * 2.0**-9 * np.sqrt(np.mean(np.square(x)))
+    return (x + noise).astype(np.float32).astype(dtype)
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory):
+    """Folder, truth, and a candidate: the arrays of a decoder of three layers."""
+    random = np.random.default_rng(0)
+    truth: Arrays = {"inputs.input_ids": random.integers(0, 97, (B, T)), "embed": random.standard_normal((B, T, M))}
+    before = truth["embed"]
+    for i in range(LAYERS):
+        heads = {name: random.standard_normal((B, T, H, D)) for name in ("q", "k", "v", "attn")}
+        out, mlp = random.standard_normal((2, B, T, M))
+        truth |= {f"layers.{i}.{name}": x for name, x in heads.items()}
+        truth |= {f"layers.{i}.attn_out": out, f"layers.{i}.attn_residual": before + out, f"layers.{i}.mlp": mlp}
+        before = before + out + mlp
+        truth[f"layers.{i}.residual"] = before
+    truth["mask"] = np.where(np.tri(T, dtype=bool), 0.0, np.finfo(np.float32).min)[None, None]
+    truth["logits"] = random.standard_normal((B, T, 97))
+    truth["loss"] = np.array([4.5])
+    for i in range(LAYERS):
+        truth[f"gradients.layers.{i}.norm.weight"] = random.standard_normal(M) * 1e-3
+        truth[f"gradients.layers.{i}.mlp.weight"] = random.standard_normal((M, M)) * 1e-3
+    folder = tmp_path_factory.mktemp("dumps")
+    write(folder / "truth.safetensors", truth)
+    write(folder / "reference.safetensors", {name: rounded(x, 1) for name, x in truth.items()})
+    candidate = {name: rounded(x, 2) for name, x in truth.items()}
+    candidate["mask"] = np.where(truth["mask"] < 0, -1e9, 0).astype(np.float32)
+    candidate["inputs.input_ids"] = truth["inputs.input_ids"].astype(np.int32)
+    return folder, truth, candidate
+
+
+def run(folder: Path, candidate: Arrays, *options: str, reference: bool = True):
+    write(folder / "candidate.safetensors", candidate)
+    given = ["compare", str(folder / "candidate.safetensors"), "--truth", str(folder / "truth.safetensors")]
+    given += ["--reference", str(folder / "reference.safetensors")] if reference else []
+    return CliRunner().invoke(cli.app, [*given, *options])
+
+
+def test_a_correct_dump_is_the_same_and_leaves_a_report(sides, tmp_path):
+    folder, truth, candidate = sides
+    done = run(folder, candidate, "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert f"SAME: {len(truth)} arrays within their allowance" in done.stdout
+    report = read_report(tmp_path / "report.json")
+    assert report.passed
+    assert [m.name for m in report.cases[0].measures][:3] == ["inputs.input_ids", "embed", "layers.0.q"]
+    assert {file.name for file in tmp_path.iterdir()} == {"report.json", "report.html", "junit.xml", "badge.json"}
+
+
+Change = Callable[[np.ndarray], np.ndarray]
+FAULTS: list[tuple[str, Change, str]] = [
+    ("layers.1.q", lambda x: x * 1.5, "layer 1, q before RoPE (layers.1.q): "),
+    ("layers.1.q", lambda x: x * 1.5, "everything is 1.5 times what it should be"),
+    ("layers.1.mlp", np.zeros_like, "it is all zeros"),
+    ("layers.0.attn", lambda x: x[:, :, ::-1], "heads are in the opposite order"),
+    ("layers.0.attn", lambda x: x.reshape(B, T, 2, 2, D).swapaxes(2, 3).reshape(x.shape), "in another order"),
+    ("layers.2.k", lambda x: np.roll(x, D // 2, 3), "the two halves of the last axis are exchanged"),
+    ("layers.2.k", lambda x: np.concatenate([x[..., ::2], x[..., 1::2]], 3), "neighbours as pairs"),
+    ("embed", lambda x: np.concatenate([x[:, :1], x[:, :-1]], 1), "the token before it"),
+    ("layers.1.mlp", lambda x: x * np.linspace(0.5, 1.5, M), "each channel has a factor of its own"),
+    ("layers.1.mlp", lambda x: x * np.linspace(0.5, 1.5, T)[:, None], "each token has a factor of its own"),
+    ("layers.1.attn_out", lambda x: x + np.linspace(-0.5, 0.5, M), "each channel has a summand of its own"),
+    ("gradients.layers.1.mlp.weight", lambda x: x.T, "rows and columns are exchanged"),
+    ("inputs.input_ids", lambda x: np.roll(x, 1, 1), "they are one token too late"),
+    ("mask", lambda x: np.where(np.tri(T, k=-1), 0, -1e9)[None, None].astype(np.float32), "48 of 2304 entries differ"),
+    ("layers.1.q", lambda x: np.where(np.arange(D) == 3, np.nan, x), "layers.1.q is NaN at [0, 0, 0, 3]"),
+    ("layers.1.k", lambda x: x[:, 1:], "layers.1.k has shape [2, 47, 4, 16] in the candidate, not [2, 48, 4, 16]"),
+    ("layers.1.v", lambda x: x + (np.arange(T) == 7)[:, None, None], "at token 7"),
+    ("loss", lambda x: x * 1.05, "mean loss (loss): "),
+    ("gradients.layers.2.norm.weight", lambda x: x * 1.05, "gradient of norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "says"), FAULTS, ids=[f"{n}-{s[:24]}" for n, _, s in FAULTS])
+def test_a_fault_is_found_at_its_name_and_said(sides, name, change, says):
+    folder, _, candidate = sides
+    x = candidate[name]
+    wrong = change(x if x.dtype.kind in "ib" else x.astype(np.float32)).astype(x.dtype)
+    done = run(folder, candidate | {name: wrong})
+    assert done.exit_code == 1, done.output
+    assert says in done.stdout, done.stdout
+    assert "behind it 0 of" in done.stdout or "has shape" in says or "NaN" in says
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "says"),
+    [
+        (
+            "layers.1.attn_residual",
+            "layers.1.attn_out",
+            "it is layers.1.attn_out and nothing else; the residual is miss",
+        ),
+        ("layers.1.v", "layers.1.k", "it is layers.1.k and nothing else"),
+        ("layers.0.residual", "layers.0.attn_residual", "layers.0.mlp is left out"),
+    ],
+)
+def test_another_array_in_its_place_is_named(sides, name, other, says):
+    folder, _, candidate = sides
+    done = run(folder, candidate | {name: candidate[other]})
+    assert done.exit_code == 1
+    assert says in done.stdout, done.stdout
+
+
+def test_what_is_handed_on_is_told_from_what_starts_there(sides):
+    folder, _, candidate = sides
+    worse = dict(candidate)
+    for layer, factor in enumerate((1.0025, 1.003, 1.006)):
+        x = candidate[f"layers.{layer}.residual"]
+        worse[f"layers.{layer}.residual"] = (x.astype(np.float32) * factor).astype(x.dtype)
+    done = run(folder, worse, "--only", "layers.*.residual")
+    assert "it was handed on: layers.0.residual before it errs" in done.stdout, done.stdout
+    assert "from layer to layer its relative error grows by a factor of" in done.stdout
+    alone = run(folder, candidate | {"layers.1.q": (candidate["layers.1.q"].astype(float) * 2).astype("bfloat16")})
+    assert "it starts here: " in alone.stdout
+    assert "passed before it: 10 arrays, inputs.input_ids to layers.0.residual" in alone.stdout
+
+
+def test_without_a_reference_the_verdict_says_so(sides):
+    folder, _, candidate = sides
+    right = run(folder, candidate, reference=False)
+    assert right.exit_code == 0, right.output
+    assert "WITHIN THE NOISE FLOOR" in right.stdout
+    assert "noise floor only, not a proof" in right.stdout
+    wrong = run(folder, candidate | {"embed": np.zeros_like(candidate["embed"])}, reference=False)
+    assert wrong.exit_code == 1
+    assert "BEYOND THE NOISE FLOOR" in wrong.stdout
+    finer = run(folder, candidate, "--operations", "1", "--dtype", "float16", reference=False)
+    assert finer.exit_code == 1
+
+
+def test_without_a_truth_a_difference_is_called_a_difference(sides):
+    folder, _, candidate = sides
+    one, other = (str(folder / f"{name}.safetensors") for name in ("one", "reference"))
+    write(Path(one), candidate)
+    done = CliRunner().invoke(cli.app, ["compare", one, "--against", other])
+    assert done.exit_code == 1
+    assert "A DIFFERENCE, not judged: " in done.stdout
+    assert "DIFFERENT:" not in done.stdout
+    same = CliRunner().invoke(cli.app, ["compare", one, "--against", one])
+    assert (same.exit_code, "IDENTICAL: " in same.stdout) == (0, True)
+
+
+def test_missing_and_extra_names_are_findings(sides):
+    folder, _, candidate = sides
+    changed = {name: x for name, x in candidate.items() if name != "logits"} | {"aux": candidate["logits"]}
+    done = run(folder, changed)
+    assert done.exit_code == 1
+    assert "the candidate lacks logits; the candidate alone has aux" in done.stdout
+    assert run(folder, changed, "--only", "layers.*").exit_code == 0
+
+
+def test_ci_reads_the_verdict(sides, tmp_path):
+    folder, _, candidate = sides
+    wrong = candidate | {"layers.1.q": (candidate["layers.1.q"].astype(np.float32) * 2).astype("bfloat16")}
+    done = run(folder, wrong, "--out", str(tmp_path), "--format", "github")
+    assert "::error title=parity candidate::layer 1, q before RoPE" in done.stdout
+    suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    assert suite.get("failures") == "1"
+    page = (tmp_path / "report.html").read_text()
+    assert "it starts here" in page
+    assert "Error over the layers" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["no.safetensors", "--truth", "T"], "no such file"),
+        (["T/..", "--truth", "T", "--only", "nothing"], "no name is in both dumps"),
+        (["broken", "--truth", "T"], "not safetensors, or damaged (its header does not fit"),
+        (["cut", "--truth", "T"], "an array reaches beyond its bytes"),
+        (["T"], "give --truth, perhaps with --reference; or --against alone"),
+        (["T", "--truth", "T", "--against", "T"], "give --truth"),
+        (["T", "--truth", "T"], "--truth: is float64, no finer than the candidate, which is float64"),
+        (["T", "--truth", "T", "--dtype", "fp7"], "--dtype fp7: unknown; choose from float64"),
+        (["T", "--truth", "T", "--axes", "BTHD"], "--axes BTHD: write a pattern of names and letters"),
+        (["T", "--truth", "T", "--names", "mine"], "--names mine: no such file, and none of the maps "),
+        (["T", "--truth", "T", "--order", "none"], "its order or config cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exits_with_2(sides, tmp_path, monkeypatch, options, says):
+    folder, truth, _ = sides
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken").write_bytes(b"\xff" * 64)
+    (tmp_path / "cut").write_bytes((folder / "truth.safetensors").read_bytes()[:-8])
+    write(tmp_path / "T", truth)
+    done = CliRunner().invoke(cli.app, ["compare", *options])
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.splitlines()
+    assert says in line or options[0] == "T/.."
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+@pytest.mark.parametrize("widened", [False, True])
+def test_half_precision_is_judged_as_what_its_values_are(tmp_path, dtype, widened):
+    random = np.random.default_rng(0)
+    truth = {"layers.0.mlp": random.standard_normal((B, T, M))}
+    wide = np.float32 if widened and "float8" not in str(np.dtype(dtype)) else dtype
+    sides = [{n: x.astype(np.float32).astype(dtype).astype(wide) for n, x in truth.items()} for _ in range(2)]
+    write(tmp_path / "truth.safetensors", truth)
+    write(tmp_path / "reference.safetensors", {n: x.astype(np.float32) for n, x in truth.items()})
+    done = run(tmp_path, sides[0])
+    assert done.exit_code == 0, done.output  # one rounding is allowed, though the reference has none
+    far = {n: (x.astype(np.float32) * 1.5).astype(wide) for n, x in sides[0].items()}
+    assert run(tmp_path, far).exit_code == 1
+
+
+def test_the_order_is_that_of_the_computation(tmp_path):
+    names = [
+        "logits",
+        "layers.10.q",
+        "layers.9.mlp",
+        "embed",
+        "layers.9.q",
+        "gradients.layers.9.w",
+        "gradients.layers.10.w",
+    ]
+    arrays = {name: np.zeros(2) for name in names}
+    path = write(tmp_path / "a.safetensors", arrays)
+    by_name = [
+        "embed",
+        "layers.9.q",
+        "layers.9.mlp",
+        "layers.10.q",
+        "logits",
+        "gradients.layers.10.w",
+        "gradients.layers.9.w",
+    ]
+    assert list(open_dump(path).arrays) == by_name
+    assert list(open_dump(write(path, arrays, order=json.dumps(names))).arrays) == names
+    (tmp_path / "order.txt").write_text("\n".join(names[::-1]))
+    assert list(open_dump(path, tmp_path / "order.txt").arrays) == names[::-1]
+
+
+def test_memory_is_that_of_a_block_and_not_of_the_array(tmp_path):
+    """Files with a hole, read by a process of its own: 64 MiB and twice 128."""
+    count = 2**25
+    for side, (code, size) in {"a": ("BF16", 2), "b": ("F32", 4)}.items():
+        array = {"dtype": code, "shape": [1, count // 64, 64], "data_offsets": [0, count * size]}
+        text = json.dumps({"layers.0.mlp": array}).encode()
+        with (tmp_path / side).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + count * size)
+    code = "import sys, tracemalloc; tracemalloc.start(); from parity_tests.cli import app\n"
+    code += "app(sys.argv[1:], standalone_mode=False); print(tracemalloc.get_traced_memory()[1] >> 20)"
+    arguments = ["compare", str(tmp_path / "a"), "--truth", str(tmp_path / "b"), "--reference", str(tmp_path / "a")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert "SAME" in done.stdout, done.stderr
+    assert int(done.stdout.split()[-1]) < 600  # in float64 the three arrays alone are 768
+
+
+def test_it_needs_neither_torch_nor_jax(sides, tmp_path):
+    folder, _, candidate = sides
+    write(folder / "candidate.safetensors", candidate)
+    absent = ("torch", "jax", "jaxlib", "flax", "transformers", "matplotlib", "scipy", "optax", "datasets", "pandas")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); from parity_tests.cli import main; main()"
+    paths = [str(folder / f"{name}.safetensors") for name in ("candidate", "truth", "reference")]
+    given = [paths[0], "--truth", paths[1], "--reference", paths[2], "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", code, "compare", *given], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    save_file({"embed": np.zeros((B, T, M), np.float32)}, tmp_path / "wrong.safetensors")
+    given = [str(tmp_path / "wrong.safetensors"), *given[1:], "--only", "embed"]
+    wrong = subprocess.run([sys.executable, "-c", code, "compare", *given], capture_output=True, text=True)
+    assert "it is all zeros" in wrong.stdout, wrong.stderr
