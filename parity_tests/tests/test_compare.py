@@ -284,8 +284,12 @@ def test_memory_is_that_of_a_block_and_not_of_the_array(tmp_path):
         with (tmp_path / side).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + count * size)
-    code = "import sys, tracemalloc; tracemalloc.start(); from parity_tests.cli import app\n"
-    code += "app(sys.argv[1:], standalone_mode=False); print(tracemalloc.get_traced_memory()[1] >> 20)"
+    code = """if True:
+        import atexit, sys, tracemalloc
+        from parity_tests.cli import app
+        tracemalloc.start()
+        atexit.register(lambda: print(tracemalloc.get_traced_memory()[1] >> 20))
+        app(sys.argv[1:])"""
     arguments = ["compare", str(tmp_path / "a"), "--truth", str(tmp_path / "b"), "--reference", str(tmp_path / "a")]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert "SAME" in done.stdout, done.stderr

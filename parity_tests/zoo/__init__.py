@@ -1,8 +1,9 @@
 """The zoo: real bugs as small reversible patches of the candidate, to ask a gate which of them it catches.
 
-A bug is one variable of a file in `parity_tests/zoo/bugs/`; the variable's name is the bug's name:
+A bug is one variable of a file in `parity_tests/zoo/bugs/`, and under the same name an entry of `bugs.yaml`, which says
+what it is and where it happened:
 
-    rope_theta = Bug(what="...", where="...", stage="forward", apply=..., likely={"rope": "yarn"})
+    rope_interleaved = Bug(lambda: rotation(_interleave))
 
 Nothing else has to know of it. A bug touches torchtrain, transformers or torch, never oracle or judge.
 """
@@ -13,8 +14,11 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import yaml
 
 from parity_tests.report.schema import Group
 
@@ -24,19 +28,19 @@ class Bug:
     """One way to be wrong.
 
     Args:
+        apply: makes a context manager; inside, the candidate has the bug; after it, it is bitwise what it was.
         what: the bug in a few words, for the kill table.
         where: one line on where it really happened.
         stage: the first stage of a case in which it shows.
-        apply: makes a context manager; inside, the candidate has the bug; after it, it is bitwise what it was.
         likely: fields of a case, with the values under which the bug shows; cases that have them are tried first.
         caught_by: the configuration that catches it where CI's cannot: a path below the repository's root.
-        name: the name of the bug's variable, filled in by `discover`.
+        name: the name of the bug's variable. `discover` fills in all but `apply`.
     """
 
-    what: str
-    where: str
-    stage: Group
     apply: Callable[[], AbstractContextManager[Any]] = field(repr=False)
+    what: str = ""
+    where: str = ""
+    stage: Group = "forward"
     likely: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     caught_by: str | None = None
     name: str = ""
@@ -47,10 +51,12 @@ def discover() -> Mapping[str, Bug]:
     """Every bug by name, in alphabetical order."""
     from parity_tests.zoo import bugs as package
 
+    said = yaml.safe_load((Path(__file__).parent / "bugs.yaml").read_text(encoding="utf-8"))
     found = {}
     for module in pkgutil.iter_modules(package.__path__):
         for name, bug in vars(importlib.import_module(f"{package.__name__}.{module.name}")).items():
             if isinstance(bug, Bug):
                 assert name not in found, f"two bugs are named {name}"
-                found[name] = replace(bug, name=name)
+                found[name] = replace(bug, name=name, **said.pop(name))
+    assert not said, f"bugs.yaml has entries without a bug: {', '.join(said)}"
     return MappingProxyType(dict(sorted(found.items())))

@@ -17,29 +17,14 @@ def _first_only(document_ids_BT: Tensor) -> Tensor:
     return document_ids_BT.masked_fill(document_ids_BT == 0, 1)
 
 
-anchor_for_first_document = Bug(
-    what="anchor visible to one document only",
-    where=(
-        "what intra-document masking does with a row's BOS, left on under AnchorAttention (arXiv "
-        "2411.13476 compares the two)"
-    ),
-    stage="forward",
-    apply=lambda: documents(_first_only),
-    likely={"variant": "anchor"},
-)
+anchor_for_first_document = Bug(lambda: documents(_first_only))
 
 
 def _first_row_only(document_ids_BT: Tensor) -> Tensor:
     return torch.cat([document_ids_BT[:1], document_ids_BT[1:].masked_fill(document_ids_BT[1:] == 0, 1)])
 
 
-anchor_of_first_row = Bug(
-    what="anchor only in the first row",
-    where="seen in reviews: a batch flattened to one packed row, of which only index 0 is taken for the anchor",
-    stage="forward",
-    apply=lambda: documents(_first_row_only),
-    likely={"variant": "anchor"},
-)
+anchor_of_first_row = Bug(lambda: documents(_first_row_only))
 
 
 def _causal_sees_next_attend(
@@ -53,12 +38,7 @@ def _causal_sees_next_attend(
     )
 
 
-causal_sees_next = Bug(
-    what="causal mask off by one: the next token is seen",
-    where="triu(diagonal=2) for triu(diagonal=1), seen in reviews; the training loss falls to nothing",
-    stage="forward",
-    apply=lambda: every_engine(_causal_sees_next_attend),
-)
+causal_sees_next = Bug(lambda: every_engine(_causal_sees_next_attend))
 
 
 def _causal_top_left_attend(
@@ -78,16 +58,7 @@ def _causal_top_left_attend(
 
 
 # Causal masking aligned top-left where queries meet the anchor's keys and their own: each sees A keys too few.
-causal_top_left = Bug(
-    what="causal mask aligned top-left",
-    where=(
-        "flash-attention before 2.1 (issues 282, 351, 402) and torch's "
-        "scaled_dot_product_attention(is_causal=True) to this day"
-    ),
-    stage="forward",
-    apply=lambda: every_engine(_causal_top_left_attend),
-    likely={"variant": "anchor"},
-)
+causal_top_left = Bug(lambda: every_engine(_causal_top_left_attend))
 
 
 def _late(document_ids_BT: Tensor) -> Tensor:
@@ -97,13 +68,7 @@ def _late(document_ids_BT: Tensor) -> Tensor:
 
 
 # Every boundary of cu_seqlens lies one token late: a document's first token belongs to the document before.
-cu_seqlens_off_by_one = Bug(
-    what="cu_seqlens off by one",
-    where="EvaByte issue 10 (document mask off by a token); flash-attention issue 880 asks about the leading 0",
-    stage="forward",
-    apply=lambda: documents(_late),
-    likely={"variant": ("anchor", "intra")},
-)
+cu_seqlens_off_by_one = Bug(lambda: documents(_late))
 
 
 def _one_document(document_ids_BT: Tensor) -> Tensor:
@@ -112,16 +77,7 @@ def _one_document(document_ids_BT: Tensor) -> Tensor:
 
 # Documents of a row attend to one another: what transformers' detection of packing does under a cache, put straight
 # into the plan, since our own code path asks for no cache and passes the documents itself.
-documents_leak = Bug(
-    what="documents leak into one another",
-    where=(
-        "transformers detects packing only without cache and mask (PR 46634, profam issue 495); TRL "
-        "issue 1230, nanoVLM PR 204"
-    ),
-    stage="forward",
-    apply=lambda: documents(_one_document),
-    likely={"variant": ("anchor", "intra")},
-)
+documents_leak = Bug(lambda: documents(_one_document))
 
 
 def _alone(document_ids_BT: Tensor) -> Tensor:
@@ -131,13 +87,7 @@ def _alone(document_ids_BT: Tensor) -> Tensor:
     return torch.where(first_BT, alone, document_ids_BT)
 
 
-first_token_dropped = Bug(
-    what="first token of each document cut off",
-    where="masks built from BOS tokens: swiss-ai Megatron-LM PR 45 has an option by which no token attends to BOS",
-    stage="forward",
-    apply=lambda: documents(_alone),
-    likely={"variant": ("anchor", "intra")},
-)
+first_token_dropped = Bug(lambda: documents(_alone))
 
 
 def _gqa_heads_tiled(attend):
@@ -150,26 +100,14 @@ def _gqa_heads_tiled(attend):
 
 
 # Key/value heads are tiled (0 1 0 1) where each should serve a run of neighbouring query heads (0 0 1 1).
-gqa_heads_tiled = Bug(
-    what="key/value heads repeated in the wrong order",
-    where="the ONNX Attention operator's own definition used Tile (PR 7274); axlearn PR 842",
-    stage="forward",
-    apply=lambda: attention(_gqa_heads_tiled),
-)
+gqa_heads_tiled = Bug(lambda: attention(_gqa_heads_tiled))
 
 
 def _keys_and_values_swapped(attend):
     return lambda q, k, v, plan, **options: attend(q, v, k, plan, **options)
 
 
-keys_and_values_swapped = Bug(
-    what="keys and values swapped",
-    where=(
-        "fused projections split in the wrong order: ChatLearn PR 277 (qkv of grouped heads); seen in reviews of caches"
-    ),
-    stage="forward",
-    apply=lambda: attention(_keys_and_values_swapped),
-)
+keys_and_values_swapped = Bug(lambda: attention(_keys_and_values_swapped))
 
 
 def _without_last(document_ids_BT: Tensor) -> Tensor:
@@ -177,16 +115,7 @@ def _without_last(document_ids_BT: Tensor) -> Tensor:
     return torch.where((document_ids_BT == last_B1) & (last_B1 > 1), -1, document_ids_BT)
 
 
-last_document_dropped = Bug(
-    what="last document dropped",
-    where=(
-        "seen in reviews: boundaries taken from document starts with the end of the row forgotten "
-        "(flash-attention issue 1661 asks what then happens)"
-    ),
-    stage="forward",
-    apply=lambda: documents(_without_last),
-    likely={"variant": ("anchor", "intra")},
-)
+last_document_dropped = Bug(lambda: documents(_without_last))
 
 
 def _lse_without_anchor_attend(
@@ -204,16 +133,7 @@ def _lse_without_anchor_attend(
 
 
 # Anchor and document are attended apart and merged, with a log-sum-exp that lacks the anchor's part.
-lse_without_anchor = Bug(
-    what="log-sum-exp without the anchor",
-    where=(
-        "seen in reviews; how to merge parts by their log-sum-exp is asked in ring-flash-attention "
-        "issue 20, was wrong in NATTEN (PR 299)"
-    ),
-    stage="forward",
-    apply=lambda: every_engine(_lse_without_anchor_attend),
-    likely={"variant": "anchor"},
-)
+lse_without_anchor = Bug(lambda: every_engine(_lse_without_anchor_attend))
 
 
 def _mask_added_attend(
@@ -223,25 +143,14 @@ def _mask_added_attend(
 
 
 # A boolean mask is added to the scores: hidden keys get 0, visible ones 1.
-mask_added = Bug(
-    what="boolean mask added to the scores",
-    where="transformers' eager attention with a 4D boolean mask (PR 41443), speculators PR 691, diffusers issue 14342",
-    stage="forward",
-    apply=lambda: every_engine(_mask_added_attend),
-)
+mask_added = Bug(lambda: every_engine(_mask_added_attend))
 
 
 def _one_more(document_ids_BT: Tensor) -> Tensor:
     return torch.where(document_ids_BT < 0, document_ids_BT.amax() + 1, document_ids_BT)
 
 
-padding_visible = Bug(
-    what="padding attends",
-    where="FlashAttention patches that ignore the padding mask: LLM-Workshop issue 1, accelerate issue 1864",
-    stage="forward",
-    apply=lambda: documents(_one_more),
-    likely={"variant": ("anchor", "intra", "full")},
-)
+padding_visible = Bug(lambda: documents(_one_more))
 
 
 def _probabilities(logits: Tensor, mask: Tensor) -> Tensor:
@@ -258,16 +167,7 @@ def _probabilities_rounded_before_sum_attend(
 
 
 # exp(score - max) is rounded to bfloat16 before it is summed, so that the sum divides by something else.
-probabilities_rounded_before_sum = Bug(
-    what="P rounded before its sum",
-    where=(
-        "softmax in the inputs' dtype, which transformers upcasts against (dtype=torch.float32 in "
-        "every eager attention); seen in reviews of kernels"
-    ),
-    stage="forward",
-    apply=lambda: every_engine(_probabilities_rounded_before_sum_attend),
-    likely={"dtype": "float32"},
-)
+probabilities_rounded_before_sum = Bug(lambda: every_engine(_probabilities_rounded_before_sum_attend))
 
 
 _qk_norm_after_rope_attend = modeling_qwen3.Qwen3Attention.forward
@@ -289,30 +189,14 @@ def _qk_norm_after_rope_forward(self, *args, **kwargs):
 
 
 # Qwen3's norms of q and k after the rotation. Without their weights the two would commute.
-qk_norm_after_rope = Bug(
-    what="q and k normed after RoPE",
-    where=(
-        "models do both: Qwen3 and Gemma 3 norm before, Hunyuan after (OLMo issue 806); nanochat "
-        "issue 743 calls the other order a bug"
-    ),
-    stage="forward",
-    apply=lambda: patch.object(modeling_qwen3.Qwen3Attention, "forward", _qk_norm_after_rope_forward),
-    likely={"model": "qwen3"},
-)
+qk_norm_after_rope = Bug(lambda: patch.object(modeling_qwen3.Qwen3Attention, "forward", _qk_norm_after_rope_forward))
 
 
 def _softmax_scale_missing(attend):
     return lambda q, k, v, plan, **options: attend(q, k, v, plan, **options | {"scale": 1.0})
 
 
-softmax_scale_missing = Bug(
-    what="softmax scale missing",
-    where=(
-        "scale arguments that were dropped on their way: tt-metal issue 33304, SKaiNET issue 860, Megatron-LM PR 3698"
-    ),
-    stage="forward",
-    apply=lambda: attention(_softmax_scale_missing),
-)
+softmax_scale_missing = Bug(lambda: attention(_softmax_scale_missing))
 
 
 def _scale_of_64(original):
@@ -322,21 +206,9 @@ def _scale_of_64(original):
     return attend
 
 
-scale_of_64_beyond = Bug(
-    what="softmax scale of 64 for heads of 128",
-    where="written for a size that no case had: a kernel's scale written for the head size it was tested with",
-    stage="forward",
-    apply=lambda: attention(_scale_of_64),
-    likely={"model": "wide_heads"},
-)
+scale_of_64_beyond = Bug(lambda: attention(_scale_of_64))
 
-documents_in_int8 = Bug(
-    what="documents beyond 127 are one",
-    where="written for a size that no case had: segment ids in int8, which saturate",
-    stage="forward",
-    apply=lambda: documents(lambda document_ids_BT: document_ids_BT.clamp(max=127)),
-    likely={"documents": "200"},
-)
+documents_in_int8 = Bug(lambda: documents(lambda document_ids_BT: document_ids_BT.clamp(max=127)))
 
 
 def _two_anchor_tokens(document_ids_BT: Tensor) -> Tensor:
@@ -344,13 +216,7 @@ def _two_anchor_tokens(document_ids_BT: Tensor) -> Tensor:
     return document_ids_BT.masked_fill((document_ids_BT == ANCHOR) & (index_T > 1), 1)
 
 
-anchor_of_two_at_most = Bug(
-    what="anchor cut after two tokens",
-    where="written for a size that no case had: the anchor's length is a constant of the tests",
-    stage="forward",
-    apply=lambda: documents(_two_anchor_tokens),
-    likely={"anchor_tokens": "3"},
-)
+anchor_of_two_at_most = Bug(lambda: documents(_two_anchor_tokens))
 
 
 def _first_token_is_anchor(document_ids_BT: Tensor) -> Tensor:
@@ -358,10 +224,4 @@ def _first_token_is_anchor(document_ids_BT: Tensor) -> Tensor:
     return document_ids_BT
 
 
-anchor_where_none_is = Bug(
-    what="anchor taken for granted",
-    where="written for a size that no case had: index 0 of every row is taken for the anchor",
-    stage="forward",
-    apply=lambda: documents(_first_token_is_anchor),
-    likely={"anchor_tokens": "0"},
-)
+anchor_where_none_is = Bug(lambda: documents(_first_token_is_anchor))

@@ -33,11 +33,7 @@ def _anchor_gradient_overwritten_backward(ctx, grad_MKD: Tensor):
 
 
 anchor_gradient_overwritten = Bug(
-    what="gradients of the anchor's copies overwritten",
-    where="x.grad[index] = g where index repeats: index_put without accumulate=True, seen in reviews of gather kernels",
-    stage="gradients",
-    apply=lambda: patch.object(_GatherKeys, "backward", staticmethod(_anchor_gradient_overwritten_backward)),
-    likely={"variant": "anchor", "engine": "sdpa"},
+    lambda: patch.object(_GatherKeys, "backward", staticmethod(_anchor_gradient_overwritten_backward))
 )
 
 
@@ -49,13 +45,7 @@ def _anchor_key_gradient_dropped(attend):
     return detach
 
 
-anchor_key_gradient_dropped = Bug(
-    what="K's anchor gradient dropped",
-    where="shared prefixes kept under no_grad, as prefix caches are; seen in reviews of shared-prefix training",
-    stage="gradients",
-    apply=lambda: attention(_anchor_key_gradient_dropped),
-    likely={"variant": "anchor"},
-)
+anchor_key_gradient_dropped = Bug(lambda: attention(_anchor_key_gradient_dropped))
 
 
 def _anchor_value_gradient_dropped(attend):
@@ -66,13 +56,7 @@ def _anchor_value_gradient_dropped(attend):
     return detach
 
 
-anchor_value_gradient_dropped = Bug(
-    what="V's anchor gradient dropped",
-    where="shared prefixes kept under no_grad, as prefix caches are; seen in reviews of shared-prefix training",
-    stage="gradients",
-    apply=lambda: attention(_anchor_value_gradient_dropped),
-    likely={"variant": "anchor"},
-)
+anchor_value_gradient_dropped = Bug(lambda: attention(_anchor_value_gradient_dropped))
 
 
 _clip_before_accumulation_init = Optimizer.__init__
@@ -99,13 +83,7 @@ def _clip_before_accumulation() -> Iterator[None]:
 
 
 # What has been accumulated is clipped after every micro-batch, and so what came first counts least.
-clip_before_accumulation = Bug(
-    what="gradients clipped before they are accumulated",
-    where="transformers issues 986 and 1563 (the example scripts), praxis PR 6",
-    stage="gradients",
-    apply=_clip_before_accumulation,
-    likely={"dtype": "float32"},
-)
+clip_before_accumulation = Bug(_clip_before_accumulation)
 
 
 def _cross_document_targets(build):
@@ -115,12 +93,7 @@ def _cross_document_targets(build):
     return across
 
 
-cross_document_targets = Bug(
-    what="cross-document targets kept",
-    where="AnchorContext; torchtitan before PR 4075, torchtune issue 1177, profam PR 504",
-    stage="loss",
-    apply=lambda: wrap(build_row, _cross_document_targets),
-)
+cross_document_targets = Bug(lambda: wrap(build_row, _cross_document_targets))
 
 
 def _keep_gradient(master, parameter):
@@ -128,13 +101,7 @@ def _keep_gradient(master, parameter):
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
-gradient_accumulated_twice = Bug(
-    what="gradients of earlier micro-batches added twice",
-    where="llm.c PR 548 (a step's gradients deposited twice); seen in reviews of hand-made float32 accumulation",
-    stage="gradients",
-    apply=lambda: swap(_move_gradient, _keep_gradient),
-    likely={"dtype": "bfloat16"},
-)
+gradient_accumulated_twice = Bug(lambda: swap(_move_gradient, _keep_gradient))
 
 
 _gradient_averaged_over_ranks_backward = Replicated.backward
@@ -148,28 +115,14 @@ def _average(self, loss, last):
                 master.grad /= self.world.size
 
 
-gradient_averaged_over_ranks = Bug(
-    what="gradients averaged over ranks where they should be added",
-    where="DDP and FSDP average by themselves; prime-rl PR 2562 and torchtitan PR 2206 had to undo it",
-    stage="gradients",
-    apply=lambda: patch.object(Replicated, "backward", _average),
-    likely={"ranks": "2"},
-)
+gradient_averaged_over_ranks = Bug(lambda: patch.object(Replicated, "backward", _average))
 
 
 def _shift(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch | {"shift_labels": F.pad(batch["shift_labels"][:, 1:], (0, 1), value=IGNORED)}
 
 
-labels_shifted_twice = Bug(
-    what="labels shifted twice",
-    where=(
-        "transformers itself: GIT from 4.49 on (issue 47394), Florence-2 (PR 46898), Moonshine (PR "
-        "46784); users: issue 32944"
-    ),
-    stage="loss",
-    apply=lambda: batches(_shift),
-)
+labels_shifted_twice = Bug(lambda: batches(_shift))
 
 
 def _last_micro_batch_only(original):
@@ -180,26 +133,14 @@ def _last_micro_batch_only(original):
     return clear
 
 
-last_micro_batch_only = Bug(
-    what="gradients cleared between micro-batches",
-    where="RAE issue 67: zero_grad inside the accumulation loop",
-    stage="gradients",
-    apply=lambda: wrap(hidden_states, _last_micro_batch_only),
-    likely={"dtype": "float32"},
-)
+last_micro_batch_only = Bug(lambda: wrap(hidden_states, _last_micro_batch_only))
 
 
 def _round_logits(losses):
     return lambda logits_nV, *rest: losses(logits_nV.bfloat16().to(logits_nV.dtype), *rest)
 
 
-logits_in_bf16 = Bug(
-    what="logits rounded to bf16 before the loss",
-    where="optax issue 1020, modalities PR 464, marin PR 8217 (its loss erred 0.25 at most, unnoticed)",
-    stage="loss",
-    apply=lambda: wrap(_losses, _round_logits),
-    likely={"dtype": "float32"},
-)
+logits_in_bf16 = Bug(lambda: wrap(_losses, _round_logits))
 
 
 def _loss_chunk_remainder_dropped(original):
@@ -210,15 +151,7 @@ def _loss_chunk_remainder_dropped(original):
     return whole_chunks
 
 
-loss_chunk_remainder_dropped = Bug(
-    what="last partial chunk of the loss dropped",
-    where=(
-        "seen in reviews of chunked losses (view(-1, chunk) after a floor division); mlx-lm PR 1413 "
-        "fixes the like for micro-batches"
-    ),
-    stage="loss",
-    apply=lambda: wrap(chunked_cross_entropy, _loss_chunk_remainder_dropped),
-)
+loss_chunk_remainder_dropped = Bug(lambda: wrap(chunked_cross_entropy, _loss_chunk_remainder_dropped))
 
 
 def _loss_gradient_of_last_chunk(original):
@@ -235,12 +168,7 @@ def _loss_gradient_of_last_chunk(original):
     return last_chunk
 
 
-loss_gradient_of_last_chunk = Bug(
-    what="the head's gradient overwritten by each chunk of the loss",
-    where="seen in reviews of fused linear cross entropies: `=` for `+=` in the loop over chunks",
-    stage="gradients",
-    apply=lambda: wrap(chunked_cross_entropy, _loss_gradient_of_last_chunk),
-)
+loss_gradient_of_last_chunk = Bug(lambda: wrap(chunked_cross_entropy, _loss_gradient_of_last_chunk))
 
 
 _loss_per_micro_batch_losses = Replicated.losses
@@ -257,15 +185,7 @@ def _loss_per_micro_batch() -> Iterator[None]:
         yield
 
 
-loss_per_micro_batch = Bug(
-    what="loss averaged per micro-batch",
-    where=(
-        "transformers up to 4.45 (PR 34191, issue 34242) and everyone: torchtune PR 1875, "
-        "torchtitan PR 2206, prime-rl PR 583"
-    ),
-    stage="gradients",
-    apply=_loss_per_micro_batch,
-)
+loss_per_micro_batch = Bug(_loss_per_micro_batch)
 
 
 def _own_labels(parts, world):
@@ -280,29 +200,15 @@ def _first_row(original):
     return find
 
 
-labels_of_first_row = Bug(
-    what="only the first row of a micro-batch has labels",
-    where="shift_labels[0] of batches that had one row in every test, seen in reviews",
-    stage="run",
-    apply=lambda: wrap(find_labels, _first_row),
-)
+labels_of_first_row = Bug(lambda: wrap(find_labels, _first_row))
 
 losses_of_other_domains = Bug(
-    what="each domain's loss is the next one's",
-    where="domains counted from 1, seen in reviews",
-    stage="run",
-    apply=lambda: patch.object(
+    lambda: patch.object(
         Losses, "masks", lambda self, part: [part["domain_ids"] + 1 == i for i in range(len(self.by_domain))]
-    ),
+    )
 )
 
-loss_per_rank = Bug(
-    what="loss averaged per rank",
-    where="torchtitan before PR 2206, prime-rl PR 2562, speculators PR 942, transformers issue 34242",
-    stage="gradients",
-    apply=lambda: swap(count_labels, _own_labels),
-    likely={"ranks": "2"},
-)
+loss_per_rank = Bug(lambda: swap(count_labels, _own_labels))
 
 
 def _masked_tokens_counted(original):
@@ -314,12 +220,7 @@ def _masked_tokens_counted(original):
     return dilute
 
 
-masked_tokens_counted = Bug(
-    what="tokens without a label counted in the mean",
-    where="Fast-LLM PR 426: a cross entropy whose mean divided by all tokens, masked ones too",
-    stage="loss",
-    apply=lambda: wrap(chunked_cross_entropy, _masked_tokens_counted),
-)
+masked_tokens_counted = Bug(lambda: wrap(chunked_cross_entropy, _masked_tokens_counted))
 
 
 _reduced_every_micro_batch_backward = Replicated.backward
@@ -329,16 +230,7 @@ def _at_once(self, loss, last):
     _reduced_every_micro_batch_backward(self, loss, last=True)
 
 
-reduced_every_micro_batch = Bug(
-    what="gradients reduced after every micro-batch",
-    where=(
-        "all-reduce of .grad inside the accumulation loop (seen in reviews); DDP's no_sync is for "
-        "this: open_lm issue 48, nanochat PR 33"
-    ),
-    stage="gradients",
-    apply=lambda: patch.object(Replicated, "backward", _at_once),
-    likely={"ranks": "2"},
-)
+reduced_every_micro_batch = Bug(lambda: patch.object(Replicated, "backward", _at_once))
 
 
 _reduced_first_micro_batch_backward = Replicated.backward
@@ -348,13 +240,7 @@ def _at_first(self, loss, last):
     _reduced_first_micro_batch_backward(self, loss, last=not last)
 
 
-reduced_first_micro_batch = Bug(
-    what="gradients reduced after the first micro-batch only",
-    where="FunASR before PR 3472: no_sync held on the wrong micro-batch, so ranks stepped by gradients of their own",
-    stage="gradients",
-    apply=lambda: patch.object(Replicated, "backward", _at_first),
-    likely={"ranks": "2"},
-)
+reduced_first_micro_batch = Bug(lambda: patch.object(Replicated, "backward", _at_first))
 
 
 def _tag_trained_on(build):
@@ -368,13 +254,7 @@ def _tag_trained_on(build):
     return unmask
 
 
-tag_trained_on = Bug(
-    what="domain tags trained on",
-    where="seen in reviews of fine-tuning code, where labels = input_ids.clone() undoes the masking of prompts",
-    stage="loss",
-    apply=lambda: wrap(build_row, _tag_trained_on),
-    likely={"variant": ("anchor+tag", "intra+tag")},
-)
+tag_trained_on = Bug(lambda: wrap(build_row, _tag_trained_on))
 
 
 _tied_embeddings_untied_load = nn.Module.load_state_dict
@@ -388,13 +268,7 @@ def _load_and_untie(self, *args, **kwargs):
     return result
 
 
-tied_embeddings_untied = Bug(
-    what="tied embeddings untied",
-    where="sharded loading unties in silence: torchtune issue 616, verl issue 7834, NeMo Automodel PR 2511",
-    stage="gradients",
-    apply=lambda: patch.object(nn.Module, "load_state_dict", _load_and_untie),
-    likely={"model": ("tied", "smollm2")},
-)
+tied_embeddings_untied = Bug(lambda: patch.object(nn.Module, "load_state_dict", _load_and_untie))
 
 
 def _first_words_only(original):
@@ -407,10 +281,4 @@ def _first_words_only(original):
     return add_gradients
 
 
-vocabulary_beyond_first_part = Bug(
-    what="gradient of the head beyond 8,192 words lost",
-    where="written for a size that no case had: a loop over blocks of the vocabulary that runs once",
-    stage="gradients",
-    apply=lambda: wrap(_add_gradients, _first_words_only),
-    likely={"model": "many_words"},
-)
+vocabulary_beyond_first_part = Bug(lambda: wrap(_add_gradients, _first_words_only))

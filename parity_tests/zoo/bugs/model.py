@@ -25,22 +25,13 @@ def _without_bias():
         yield
 
 
-attention_bias_dropped = Bug(
-    what="attention bias dropped",
-    where="Qwen2 through loaders made for Llama: ANEForge PR 253, OminiX-MLX PR 7, Fast-LLM PR 398, candle-vllm PR 167",
-    stage="forward",
-    apply=_without_bias,
-    likely={"model": "qwen2"},
-)
+attention_bias_dropped = Bug(_without_bias)
 
 
 _embed = nn.Embedding.forward
 
 embedding_scaled = Bug(
-    what="embedding scaled by sqrt(width)",
-    where="Gemma scales, Llama does not: code shared between the two (seen in reviews of ports)",
-    stage="forward",
-    apply=lambda: patch.object(nn.Embedding, "forward", lambda self, ids: _embed(self, ids) * self.embedding_dim**0.5),
+    lambda: patch.object(nn.Embedding, "forward", lambda self, ids: _embed(self, ids) * self.embedding_dim**0.5)
 )
 
 
@@ -48,26 +39,14 @@ def _gate_and_up_swapped_forward(self, x):
     return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
 
 
-gate_and_up_swapped = Bug(
-    what="gate and up swapped",
-    where="mlx-lm PR 767: silu(x) * gate for silu(gate) * x; OpenVINO PR 32683",
-    stage="forward",
-    apply=lambda: in_every_family("MLP", "forward", lambda _: _gate_and_up_swapped_forward),
-)
+gate_and_up_swapped = Bug(lambda: in_every_family("MLP", "forward", lambda _: _gate_and_up_swapped_forward))
 
 
 def _gelu_for_silu_forward(self, x):
     return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
 
 
-gelu_for_silu = Bug(
-    what="GELU for SiLU",
-    where=(
-        "activations taken from the wrong field of a config: Megatron-Bridge PR 4661 (Gemma), TensorRT-LLM issue 10446"
-    ),
-    stage="forward",
-    apply=lambda: in_every_family("MLP", "forward", lambda _: _gelu_for_silu_forward),
-)
+gelu_for_silu = Bug(lambda: in_every_family("MLP", "forward", lambda _: _gelu_for_silu_forward))
 
 
 def _roll(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,12 +58,7 @@ def _roll(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: state_dict[name_next(name)] for name in state_dict}
 
 
-layers_off_by_one = Bug(
-    what="layers' weights off by one",
-    where="checkpoints numbered from 1 and pipeline stages with an offset, seen in reviews of converters",
-    stage="forward",
-    apply=lambda: loaded_weights(_roll),
-)
+layers_off_by_one = Bug(lambda: loaded_weights(_roll))
 
 
 def _residual_in_half(original):
@@ -94,13 +68,7 @@ def _residual_in_half(original):
     return forward
 
 
-residual_in_half = Bug(
-    what="residual stream in bf16",
-    where="autocast around a float32 model, and offloaded activations in half precision (seen in reviews)",
-    stage="forward",
-    apply=lambda: in_every_family("DecoderLayer", "forward", _residual_in_half),
-    likely={"dtype": "float32"},
-)
+residual_in_half = Bug(lambda: in_every_family("DecoderLayer", "forward", _residual_in_half))
 
 
 def _rmsnorm_epsilon_default_forward(self, x: Tensor) -> Tensor:
@@ -110,13 +78,7 @@ def _rmsnorm_epsilon_default_forward(self, x: Tensor) -> Tensor:
 
 
 # Epsilon 1e-5, the layer's default, where the config says 1e-6 (and the other way round).
-rmsnorm_epsilon_default = Bug(
-    what="RMSNorm's epsilon 1e-5 for 1e-6",
-    where="MinivLLM PR 82: Qwen3's 1e-6 never reached the layer",
-    stage="forward",
-    apply=lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_epsilon_default_forward),
-    likely={"dtype": "float32"},
-)
+rmsnorm_epsilon_default = Bug(lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_epsilon_default_forward))
 
 
 def _rmsnorm_epsilon_outside_forward(self, x: Tensor) -> Tensor:
@@ -126,16 +88,7 @@ def _rmsnorm_epsilon_outside_forward(self, x: Tensor) -> Tensor:
 
 
 # x / (rms(x) + eps) for x / sqrt(mean(x^2) + eps).
-rmsnorm_epsilon_outside = Bug(
-    what="RMSNorm's epsilon outside the root",
-    where=(
-        "the RMSNorm paper's own code adds eps to the root (arXiv 1910.07467), Llama's does not; "
-        "ports mix them (seen in reviews)"
-    ),
-    stage="forward",
-    apply=lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_epsilon_outside_forward),
-    likely={"dtype": "float32"},
-)
+rmsnorm_epsilon_outside = Bug(lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_epsilon_outside_forward))
 
 
 def _rmsnorm_in_half_forward(self, x: Tensor) -> Tensor:
@@ -144,13 +97,7 @@ def _rmsnorm_in_half_forward(self, x: Tensor) -> Tensor:
     return self.weight * (half * torch.rsqrt(variance + self.variance_epsilon)).to(x.dtype)
 
 
-rmsnorm_in_half = Bug(
-    what="RMSNorm computed in bf16",
-    where="lightning-thunder issue 1713 (the upcast was missing), torch issue 189581",
-    stage="forward",
-    apply=lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_in_half_forward),
-    likely={"dtype": "float32"},
-)
+rmsnorm_in_half = Bug(lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_in_half_forward))
 
 
 def _rmsnorm_weight_before_cast_forward(self, x: Tensor) -> Tensor:
@@ -160,13 +107,7 @@ def _rmsnorm_weight_before_cast_forward(self, x: Tensor) -> Tensor:
 
 # The weight is multiplied in before the cast to float32, and so enters the mean square.
 rmsnorm_weight_before_cast = Bug(
-    what="RMSNorm's weight multiplied before the cast",
-    where=(
-        "where the weight stands relative to the casts is argued in transformers issue 30236 and "
-        "TransformerEngine issue 1132"
-    ),
-    stage="forward",
-    apply=lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_weight_before_cast_forward),
+    lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_weight_before_cast_forward)
 )
 
 
@@ -177,12 +118,7 @@ def _transpose(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return state_dict | ({_NAME: state_dict[_NAME].T.contiguous()} if _NAME in state_dict else {})
 
 
-weight_transposed = Bug(
-    what="a layer's weight loaded transposed",
-    where="GPT-2's Conv1D weights in nn.Linear, JAX kernels [in, out] in torch; tinygrad PR 18103 (gpt-oss)",
-    stage="forward",
-    apply=lambda: loaded_weights(_transpose),
-)
+weight_transposed = Bug(lambda: loaded_weights(_transpose))
 
 
 def _round_frequencies(original):
@@ -196,10 +132,4 @@ def _round_frequencies(original):
 
 
 # What is loaded is cast as a whole, RoPE's inverse frequencies too.
-frequencies_rounded_on_loading = Bug(
-    what="inverse frequencies rounded as the model is loaded",
-    where="written for a path that no case ran: `model.to(torch.bfloat16)` rounds buffers too",
-    stage="forward",
-    apply=lambda: wrap(load_for_training, _round_frequencies),
-    likely={"model": "loaded"},
-)
+frequencies_rounded_on_loading = Bug(lambda: wrap(load_for_training, _round_frequencies))

@@ -26,16 +26,7 @@ def _interleave_reversed_reverse(position_ids_BT: Tensor, document_ids_BT: Tenso
     return changed
 
 
-interleave_reversed = Bug(
-    what="interleaved chunks at the wrong positions",
-    where=(
-        "AnchorContext's splitter of interleaved chunks slices the whole sequence, not the "
-        "document: chunks land in wrong places"
-    ),
-    stage="forward",
-    apply=lambda: positions(_interleave_reversed_reverse),
-    likely={"variant": ("anchor+interleave", "intra+interleave")},
-)
+interleave_reversed = Bug(lambda: positions(_interleave_reversed_reverse))
 
 
 def _again(rotary, inv_freq_C: Tensor) -> Tensor:
@@ -43,16 +34,7 @@ def _again(rotary, inv_freq_C: Tensor) -> Tensor:
     return inv_freq_C / parameters["factor"] if parameters["rope_type"] == "linear" else inv_freq_C
 
 
-linear_interpolated_twice = Bug(
-    what="linear scaling applied twice",
-    where=(
-        "seen in reviews: interpolation moved from the positions to inv_freq (as transformers did) and left in both; "
-        "sglang PR 33558 squares YaRN's factor alike"
-    ),
-    stage="forward",
-    apply=lambda: frequencies(_again),
-    likely={"rope": "linear"},
-)
+linear_interpolated_twice = Bug(lambda: frequencies(_again))
 
 
 def _swap(rotary, inv_freq_C: Tensor) -> Tensor:
@@ -64,16 +46,7 @@ def _swap(rotary, inv_freq_C: Tensor) -> Tensor:
     return ROPE_INIT_FUNCTIONS["llama3"](config, inv_freq_C.device)[0]
 
 
-llama3_boundaries_swapped = Bug(
-    what="llama3 boundaries swapped",
-    where=(
-        "seen in reviews of ports: wavelength bounds are original length over each factor, so the "
-        "high factor bounds the short waves"
-    ),
-    stage="forward",
-    apply=lambda: frequencies(_swap),
-    likely={"rope": "llama3"},
-)
+llama3_boundaries_swapped = Bug(lambda: frequencies(_swap))
 
 
 def _keep(rotary, inv_freq_C: Tensor) -> Tensor:
@@ -84,16 +57,7 @@ def _keep(rotary, inv_freq_C: Tensor) -> Tensor:
 
 
 # A Llama 3.1 checkpoint run with plain RoPE: the config's scaling is parsed and never read.
-llama3_not_scaled = Bug(
-    what="llama3 scaling ignored",
-    where=(
-        "mlxcel issue 1355, felafax issue 59, tiny-vllm PR 1, mlir-air PR 1948: short prompts look "
-        "right, long ones fall apart"
-    ),
-    stage="forward",
-    apply=lambda: frequencies(_keep),
-    likely={"rope": "llama3"},
-)
+llama3_not_scaled = Bug(lambda: frequencies(_keep))
 
 
 def _always_short(rotary, inv_freq_C: Tensor) -> Tensor:
@@ -105,13 +69,7 @@ def _always_short(rotary, inv_freq_C: Tensor) -> Tensor:
     return parameters["rope_theta"] ** -(torch.arange(C, device=inv_freq_C.device) / C) / factor_C
 
 
-longrope_short_factors = Bug(
-    what="LongRoPE's short factors beyond the original length",
-    where="Phi-3 and Phi-4 ports: vLLM PR 27431, MLC-LLM PR 3375, mlxcel issue 1358 choose one list for all lengths",
-    stage="forward",
-    apply=lambda: frequencies(_always_short),
-    likely={"rope": "longrope"},
-)
+longrope_short_factors = Bug(lambda: frequencies(_always_short))
 
 
 def _static(config, rope, length):
@@ -139,56 +97,27 @@ def _ntk_exponent() -> Iterator[None]:
 
 
 # The base times the factor, without the exponent d / (d - 2) that divides the slowest pair by the factor.
-ntk_exponent = Bug(
-    what="NTK-aware base without its exponent",
-    where=(
-        "seen in reviews of ports: base * s for base * s ** (d / (d - 2)), which arXiv 2309.00071 "
-        "derives in section 3.1"
-    ),
-    stage="forward",
-    apply=_ntk_exponent,
-    likely={"rope": ("ntk", "dynamic")},
-)
+ntk_exponent = Bug(_ntk_exponent)
 
 
 _CACHED = 2048
 
 # Positions beyond the cached cos and sin read the last row of the table: an indexed gather that clamps in silence.
-positions_clamped = Bug(
-    what="positions clamped to the cached table",
-    where=(
-        "JAX gathers clamp out-of-range indices by default, so a cos/sin table that is too short "
-        "gives no error (seen in reviews)"
-    ),
-    stage="forward",
-    apply=lambda: positions(lambda position_ids_BT, _: position_ids_BT.clamp(max=_CACHED - 1)),
-)
+positions_clamped = Bug(lambda: positions(lambda position_ids_BT, _: position_ids_BT.clamp(max=_CACHED - 1)))
 
 
 def _arange(position_ids_BT: Tensor, _: Tensor) -> Tensor:
     return torch.arange(position_ids_BT.shape[1], device=position_ids_BT.device).expand_as(position_ids_BT)
 
 
-positions_ignored = Bug(
-    what="position_ids ignored",
-    where="Megatron-LM issue 453, Megatron-LLM issue 23, NeMo Automodel PR 2377: RoPE tables taken by row index",
-    stage="forward",
-    apply=lambda: positions(_arange),
-    likely={"variant": ("intra_reset", "anchor+interleave", "intra+interleave")},
-)
+positions_ignored = Bug(lambda: positions(_arange))
 
 
 def _first_row(position_ids_BT: Tensor, _: Tensor) -> Tensor:
     return position_ids_BT[:1].expand_as(position_ids_BT)
 
 
-positions_of_first_row = Bug(
-    what="the first row's positions for every row",
-    where="seen in reviews of cos/sin caches shaped [1, T, D]",
-    stage="forward",
-    apply=lambda: positions(_first_row),
-    likely={"variant": ("intra_reset", "anchor+interleave", "intra+interleave")},
-)
+positions_of_first_row = Bug(lambda: positions(_first_row))
 
 
 def _shift(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
@@ -196,13 +125,7 @@ def _shift(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
 
 
 # Each boundary shifts the positions after it by one, as a separator that was counted and then removed.
-positions_off_after_boundary = Bug(
-    what="positions off by one after each boundary",
-    where="nanoVLM issue 201: positions counted through a pad token between packed samples",
-    stage="forward",
-    apply=lambda: positions(_shift),
-    likely={"variant": ("anchor", "intra")},
-)
+positions_off_after_boundary = Bug(lambda: positions(_shift))
 
 
 def _restart(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
@@ -213,16 +136,7 @@ def _restart(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
 
 
 # Every document starts at 0 where positions should run on: the anchor is at every document's first place.
-positions_reset = Bug(
-    what="positions reset in every document (anchor included)",
-    where=(
-        "padding-free collators that reset positions by themselves (transformers' "
-        "DataCollatorWithFlattening) under a recipe that must not"
-    ),
-    stage="forward",
-    apply=lambda: positions(_restart),
-    likely={"variant": "anchor"},
-)
+positions_reset = Bug(lambda: positions(_restart))
 
 
 def _rope_angles_in_bf16(_: object, position_ids_BT: Tensor, inv_freq_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,14 +146,7 @@ def _rope_angles_in_bf16(_: object, position_ids_BT: Tensor, inv_freq_C: Tensor)
 
 
 # cos and sin of angles that were rounded to bfloat16: at position 1000 an angle is off by up to 2 radians.
-rope_angles_in_bf16 = Bug(
-    what="cos and sin of angles in bf16",
-    where=(
-        "transformers before 4.38.2 under autocast (PR 29285), modded-nanogpt issue 39; the subject of arXiv 2411.13476"
-    ),
-    stage="forward",
-    apply=lambda: tables(_rope_angles_in_bf16),
-)
+rope_angles_in_bf16 = Bug(lambda: tables(_rope_angles_in_bf16))
 
 
 def _partial(_: object, inv_freq_C: Tensor) -> Tensor:
@@ -247,12 +154,7 @@ def _partial(_: object, inv_freq_C: Tensor) -> Tensor:
     return torch.where(torch.arange(C, device=inv_freq_C.device) < C // 2, inv_freq_C, 0)
 
 
-rope_half_of_the_head = Bug(
-    what="half of each head rotated",
-    where="seen in reviews of ports: GPT-NeoX's partial rotary factor left on for a model that rotates whole heads",
-    stage="forward",
-    apply=lambda: frequencies(_partial),
-)
+rope_half_of_the_head = Bug(lambda: frequencies(_partial))
 
 
 def _rotate(x_BHTD: Tensor, cos_B1TD: Tensor, sin_B1TD: Tensor) -> Tensor:
@@ -267,34 +169,14 @@ def _interleave(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: i
 
 
 # Neighbouring pairs rotate together (GPT-J, Meta's Llama) though the weights are for halves (GPT-NeoX).
-rope_interleaved = Bug(
-    what="interleaved pairs instead of halves",
-    where=(
-        "every port between Meta's and transformers' Llama: transformers issue 25199, "
-        "flash-attention issue 288, shainet PR 111"
-    ),
-    stage="forward",
-    apply=lambda: rotation(_interleave),
-)
+rope_interleaved = Bug(lambda: rotation(_interleave))
 
 
-rope_inv_freq_in_bf16 = Bug(
-    what="inv_freq rounded by model.to(bf16)",
-    where=(
-        "transformers issue 25681, GPT-NeoX PR 1016, and NeMo Automodel PR 2549 in 2026: seven model families at once"
-    ),
-    stage="forward",
-    apply=lambda: frequencies(lambda _, inv_freq_C: inv_freq_C.bfloat16().float()),
-)
+rope_inv_freq_in_bf16 = Bug(lambda: frequencies(lambda _, inv_freq_C: inv_freq_C.bfloat16().float()))
 
 
 # Positions in the model's dtype: from 256 on, bfloat16 cannot tell neighbours apart.
-rope_positions_in_bf16 = Bug(
-    what="positions counted in bf16",
-    where="GPT-NeoX issue 1003 and PR 1016: arange(...).type_as(inv_freq), so that 256 and 257 are one position",
-    stage="forward",
-    apply=lambda: positions(lambda position_ids_BT, _: position_ids_BT.bfloat16().long()),
-)
+rope_positions_in_bf16 = Bug(lambda: positions(lambda position_ids_BT, _: position_ids_BT.bfloat16().long()))
 
 
 def _turn(x: Tensor) -> Tensor:
@@ -308,15 +190,7 @@ def _backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: in
 
 
 # Both halves are turned the other way. Scores keep: q and k turn together; the taps after RoPE do not.
-rope_sign = Bug(
-    what="rotation in the other direction",
-    where=(
-        "seen in reviews of hand-written kernels: rotate_half as (x2, -x1); a model trained with it "
-        "cannot tell, a ported one can"
-    ),
-    stage="forward",
-    apply=lambda: rotation(_backwards),
-)
+rope_sign = Bug(lambda: rotation(_backwards))
 
 
 def _oppose(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -326,12 +200,7 @@ def _oppose(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     return q * cos + rotate_half(q) * sin, k * cos - rotate_half(k) * sin
 
 
-rope_sign_of_keys = Bug(
-    what="keys rotated backwards",
-    where="seen in reviews of fused rotation kernels, where the backward pass (angle negated) was reused for k",
-    stage="forward",
-    apply=lambda: rotation(_oppose),
-)
+rope_sign_of_keys = Bug(lambda: rotation(_oppose))
 
 
 def _ten_times_the_base(_: object, inv_freq_C: Tensor) -> Tensor:
@@ -340,15 +209,7 @@ def _ten_times_the_base(_: object, inv_freq_C: Tensor) -> Tensor:
 
 
 # The base that every config once had, whatever this config says: f(theta) becomes f(10 theta).
-rope_theta = Bug(
-    what="theta off by a factor of 10",
-    where=(
-        "loaders that drop rope_theta and fall back to a default: koboldcpp issue 487 (CodeLlama), "
-        "airllm issue 368 (Llama 3)"
-    ),
-    stage="forward",
-    apply=lambda: frequencies(_ten_times_the_base),
-)
+rope_theta = Bug(lambda: frequencies(_ten_times_the_base))
 
 
 def _yarn_ramp_reversed_reverse(rotary, inv_freq_C: Tensor) -> Tensor:
@@ -362,13 +223,7 @@ def _yarn_ramp_reversed_reverse(rotary, inv_freq_C: Tensor) -> Tensor:
 
 
 # YaRN keeps the slow pairs and interpolates the fast ones: the ramp between is read from the wrong end.
-yarn_ramp_reversed = Bug(
-    what="YaRN's ramp reversed",
-    where="seen in reviews of ports: mask and 1 - mask change places between the paper's code and transformers'",
-    stage="forward",
-    apply=lambda: frequencies(_yarn_ramp_reversed_reverse),
-    likely={"rope": "yarn"},
-)
+yarn_ramp_reversed = Bug(lambda: frequencies(_yarn_ramp_reversed_reverse))
 
 
 def _yarn_without_attention_factor(original):
@@ -381,14 +236,7 @@ def _yarn_without_attention_factor(original):
 
 # cos and sin lack the factor 0.1 ln(s) + 1 that sharpens attention over the longer context.
 yarn_without_attention_factor = Bug(
-    what="YaRN without its attention factor",
-    where=(
-        "exllamav3 issue 259 (1.0.0 to 1.2.1: fluent text that does not follow the prompt); vLLM PR "
-        "48623, sglang PR 33558"
-    ),
-    stage="forward",
-    apply=lambda: in_every_family("RotaryEmbedding", "forward", _yarn_without_attention_factor),
-    likely={"rope": "yarn"},
+    lambda: in_every_family("RotaryEmbedding", "forward", _yarn_without_attention_factor)
 )
 
 
@@ -408,30 +256,12 @@ def _rotated(count: Callable[[int, int], tuple[int, int]]) -> Context:
 
 _PARTIAL = {"model": "partial", "rope": "keep"}
 
-partial_ignored = Bug(
-    what="the whole head rotated for a part",
-    where="seen in reviews of ports of Phi and GLM: the tables are made of head_dim",
-    stage="forward",
-    apply=lambda: _rotated(lambda D, R: (D, D)),
-    likely=_PARTIAL,
-)
+partial_ignored = Bug(lambda: _rotated(lambda D, R: (D, D)))
 
 # The part's frequencies are the first of the whole head's: theta ** (-2 i / D), not theta ** (-2 i / R).
-partial_of_whole_frequencies = Bug(
-    what="the whole head's frequencies for a part",
-    where="seen in reviews: tables of a whole head, cut to the part that rotates",
-    stage="forward",
-    apply=lambda: _rotated(lambda D, R: (R, D)),
-    likely=_PARTIAL,
-)
+partial_of_whole_frequencies = Bug(lambda: _rotated(lambda D, R: (R, D)))
 
-partial_rounded_up = Bug(
-    what="the rotated part rounded up to a multiple of 8",
-    where="seen in reviews: transformers cuts head_dim * partial_rotary_factor, a kernel takes multiples of 8",
-    stage="forward",
-    apply=lambda: _rotated(lambda D, R: (R + -R % 8, R + -R % 8)),
-    likely=_PARTIAL,
-)
+partial_rounded_up = Bug(lambda: _rotated(lambda D, R: (R + -R % 8, R + -R % 8)))
 
 
 def _rotate_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -445,22 +275,10 @@ def _rotate_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     return turn(q), turn(k)
 
 
-partial_at_the_end = Bug(
-    what="the last part of the head rotated for the first",
-    where="DeepSeek's heads end with the part that rotates, Phi's and GLM's begin with it (seen in reviews)",
-    stage="forward",
-    apply=lambda: rotation(_rotate_last),
-    likely=_PARTIAL,
-)
+partial_at_the_end = Bug(lambda: rotation(_rotate_last))
 
 
-rotation_in_half = Bug(
-    what="rotation in the model's dtype where float32 is asked for",
-    where="seen in reviews: a setting without effect; transformers casts cos and sin to the hidden states' dtype",
-    stage="forward",
-    apply=lambda: swap(rotate_in_float32, lambda model: None),
-    likely={"rotation": "float32"},
-)
+rotation_in_half = Bug(lambda: swap(rotate_in_float32, lambda model: None))
 
 
 def _table_in_bf16(rotary, position_ids_BT: Tensor, inv_freq_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -468,10 +286,4 @@ def _table_in_bf16(rotary, position_ids_BT: Tensor, inv_freq_C: Tensor) -> tuple
     return angle.cos().bfloat16().float(), angle.sin().bfloat16().float()
 
 
-rope_table_in_bf16 = Bug(
-    what="cos and sin rounded to bfloat16 before they are used in float32",
-    where="seen in reviews: tables that are kept as buffers are cast together with the model",
-    stage="forward",
-    apply=lambda: tables(_table_in_bf16),
-    likely={"rotation": "float32"},
-)
+rope_table_in_bf16 = Bug(lambda: tables(_table_in_bf16))

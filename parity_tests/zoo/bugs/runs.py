@@ -31,55 +31,27 @@ def _streams(change):
 
 
 tags_without_their_domain = Bug(
-    what="every document gets the first domain's tag",
-    where="one tag tokenised before the loop over sources, " + _SEEN,
-    stage="run",
-    apply=lambda: wrap(
-        tag_ids, lambda make: lambda *args: dict.fromkeys(tags := make(*args), next(iter(tags.values()), ()))
-    ),
-    likely={"variant": "anchor+tag+interleave"},
+    lambda: wrap(tag_ids, lambda make: lambda *args: dict.fromkeys(tags := make(*args), next(iter(tags.values()), ())))
 )
 
-orders_of_one_epoch = Bug(
-    what="documents in the same order in each epoch",
-    where="DistributedSampler without set_epoch, of which torch's documentation warns",
-    stage="run",
-    apply=lambda: _streams(lambda key: (SHUFFLE, 0) if key[0] == SHUFFLE else key),
-)
+orders_of_one_epoch = Bug(lambda: _streams(lambda key: (SHUFFLE, 0) if key[0] == SHUFFLE else key))
 
 interleaving_of_one_epoch = Bug(
-    what="chunks interleaved alike in each epoch",
-    where="a generator seeded by the row alone, " + _SEEN,
-    stage="run",
-    apply=lambda: _streams(lambda key: (INTERLEAVE, 0, *key[2:]) if key[0] == INTERLEAVE else key),
-    likely={"variant": "anchor+tag+interleave"},
+    lambda: _streams(lambda key: (INTERLEAVE, 0, *key[2:]) if key[0] == INTERLEAVE else key)
 )
 
-rows_of_the_first_epoch = Bug(
-    what="rows of the first epoch alone, again and again",
-    where="a list of rows made once and cycled, " + _SEEN,
-    stage="run",
-    apply=lambda: patch.object(PackedRows, "locate", lambda self, index: (0, index % len(self))),
-)
+rows_of_the_first_epoch = Bug(lambda: patch.object(PackedRows, "locate", lambda self, index: (0, index % len(self))))
 
-last_row_left_out = Bug(
-    what="the last row of an epoch, which is not full, is left out",
-    where="drop_last where it was not asked for, " + _SEEN,
-    stage="run",
-    apply=lambda: patch.object(PackedRows, "_rows_of", lambda self, epoch: len(self.plan(epoch)) - 1),
-)
+last_row_left_out = Bug(lambda: patch.object(PackedRows, "_rows_of", lambda self, epoch: len(self.plan(epoch)) - 1))
 
 _spans = PackPlan.spans
 
 cut_repeats_a_token = Bug(
-    what="a document that goes on in the next row begins there with its last token again",
-    where="windows that overlap by one, so that inputs and targets fit, " + _SEEN,
-    stage="run",
-    apply=lambda: patch.object(
+    lambda: patch.object(
         PackPlan,
         "spans",
         lambda self, row: [Span(d, a - (0 < a < b - 1), b - (0 < a < b - 1)) for d, a, b in _spans(self, row)],
-    ),
+    )
 )
 
 
@@ -93,13 +65,7 @@ def _label_a_single_anchor(original):
     return build
 
 
-anchor_labelled_in_intra = Bug(
-    what="a single anchor predicts the first document's first token in intra",
-    where="BOS as the first token of the first document: labels shifted over the whole row, " + _SEEN,
-    stage="run",
-    apply=lambda: wrap(build_row, _label_a_single_anchor),
-    likely={"variant": "intra"},
-)
+anchor_labelled_in_intra = Bug(lambda: wrap(build_row, _label_a_single_anchor))
 
 
 def _first_column(batch):
@@ -108,13 +74,7 @@ def _first_column(batch):
     return batch | {"shift_labels": labels}
 
 
-first_column_not_counted = Bug(
-    what="the first token of a row has no loss",
-    where="labels[:, 1:] shifted again to the right, so that column 0 is filled with -100, " + _SEEN,
-    stage="loss",
-    apply=lambda: batches(_first_column),
-    likely={"anchor_tokens": "0", "variant": "intra"},
-)
+first_column_not_counted = Bug(lambda: batches(_first_column))
 
 
 # -- the split ---------------------------------------------------------------------------------------------------------
@@ -128,19 +88,9 @@ def _train_on_all(original):
     return split
 
 
-held_out_trained_on = Bug(
-    what="held-out documents are trained on too",
-    where="train_test_split whose first part is thrown away, " + _SEEN,
-    stage="run",
-    apply=lambda: wrap(split_documents, _train_on_all),
-)
+held_out_trained_on = Bug(lambda: wrap(split_documents, _train_on_all))
 
-split_of_one_seed = Bug(
-    what="each domain's held-out documents are drawn by the first domain's stream",
-    where="one generator shared by sources, " + _SEEN,
-    stage="run",
-    apply=lambda: _streams(lambda key: (HELD_OUT, 0) if key[0] == HELD_OUT else key),
-)
+split_of_one_seed = Bug(lambda: _streams(lambda key: (HELD_OUT, 0) if key[0] == HELD_OUT else key))
 
 
 # -- steps and resuming ------------------------------------------------------------------------------------------------
@@ -156,20 +106,9 @@ def _forgetful_load(self, state, manifest, world):
             optimizer.state[master][name].zero_()
 
 
-moments_lost_on_resuming = Bug(
-    what="AdamW's moments are lost on resuming",
-    where="a resume that loads the weights alone, " + _SEEN,
-    stage="run",
-    apply=lambda: patch.object(Checkpoints, "load", _forgetful_load),
-)
+moments_lost_on_resuming = Bug(lambda: patch.object(Checkpoints, "load", _forgetful_load))
 
-masters_of_rounded_weights = Bug(
-    what="master weights begin at the rounded ones",
-    where="model.to(bfloat16) before the optimizer is made, seen in reviews of mixed-precision trainers",
-    stage="run",
-    apply=lambda: swap(fill_masters, lambda state, source: ""),
-    likely={"dtype": "bfloat16"},
-)
+masters_of_rounded_weights = Bug(lambda: swap(fill_masters, lambda state, source: ""))
 
 
 # -- loading and exporting ---------------------------------------------------------------------------------------------
@@ -193,13 +132,7 @@ def _untie(model):
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
 
 
-ties_broken_on_loading = Bug(
-    what="a tied head is a weight of its own after loading",
-    where="wrapping that replaces the head's parameter, seen in reviews of loaders",
-    stage="run",
-    apply=lambda: _after_loading(_untie),
-    likely={"model": "tied"},
-)
+ties_broken_on_loading = Bug(lambda: _after_loading(_untie))
 
 
 def _export_with(change):
@@ -214,12 +147,7 @@ def _export_with(change):
     return wrap(save_folder, make)
 
 
-exported_in_half = Bug(
-    what="a float32 run is exported in bfloat16",
-    where="save_pretrained under a default dtype of bf16, seen in reviews of merge scripts",
-    stage="run",
-    apply=lambda: _export_with(lambda name, x: x.bfloat16()),
-)
+exported_in_half = Bug(lambda: _export_with(lambda name, x: x.bfloat16()))
 
 
 @contextmanager
@@ -238,13 +166,7 @@ def _old_theta(written):
     written["rope_theta"] = written["rope_parameters"]["rope_theta"] = 10_000.0
 
 
-exported_theta_is_old = Bug(
-    what="config.json has the theta from before the run",
-    where="weights saved beside the base model's config.json, seen in reviews of long-context models' repositories",
-    stage="run",
-    apply=lambda: _exported_config(_old_theta),
-    likely={"rope": "yarn"},
-)
+exported_theta_is_old = Bug(lambda: _exported_config(_old_theta))
 
 
 _extend = rope.extend
@@ -256,13 +178,7 @@ def _length_stays(config, *args):
     return extended
 
 
-held_length_stays = Bug(
-    what="max_position_embeddings stays what it was",
-    where="extended models that serve 4,096 positions, seen in reviews of repositories",
-    stage="run",
-    apply=lambda: swap(_extend, _length_stays),
-    likely={"rope": "yarn"},
-)
+held_length_stays = Bug(lambda: swap(_extend, _length_stays))
 
 
 # -- RoPE as it is set -------------------------------------------------------------------------------------------------
@@ -282,51 +198,25 @@ def _without(*names):
     return lambda: _parameters(lambda made, _: {name: value for name, value in made.items() if name not in names})
 
 
-yarn_betas_dropped = Bug(
-    what="YaRN's betas are left out",
-    where="beta_fast and beta_slow that nothing reads, seen in reviews of loaders",
-    stage="forward",
-    apply=_without("beta_fast", "beta_slow"),
-    likely={"rope": "yarn", "rope_parameters": "all"},
-)
+yarn_betas_dropped = Bug(_without("beta_fast", "beta_slow"))
 
-attention_factor_dropped = Bug(
-    what="the attention factor that was given is left out",
-    where="vLLM before 0.30 and llama.cpp (docs/exports.md)",
-    stage="forward",
-    apply=_without("attention_factor"),
-    likely={"rope": "yarn", "rope_parameters": "all"},
-)
+attention_factor_dropped = Bug(_without("attention_factor"))
 
 llama3_factors_default = Bug(
-    what="llama3's frequency factors are always 1 and 4",
-    where="Llama 3.1's numbers as constants, seen in reviews of ports",
-    stage="forward",
-    apply=lambda: _parameters(
+    lambda: _parameters(
         lambda made, _: (
             made | {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if made["rope_type"] == "llama3" else made
         )
-    ),
-    likely={"rope": "llama3", "rope_parameters": "all"},
+    )
 )
 
 theta_given_is_lost = Bug(
-    what="a theta that is given together with a type is lost",
-    where="rope_scaling that replaces rope_parameters whole, seen in reviews of loaders",
-    stage="forward",
-    apply=lambda: _parameters(
+    lambda: _parameters(
         lambda made, own: made | {"rope_theta": own["rope_theta"]} if made["rope_type"] != "default" else made
-    ),
-    likely={"rope_parameters": "all"},
+    )
 )
 
-ntk_from_the_old_theta = Bug(
-    what="NTK scales the old theta, not the one that is given",
-    where="base taken from the loaded config, " + _SEEN,
-    stage="forward",
-    apply=lambda: _ntk_of_old(),
-    likely={"rope": "ntk", "rope_parameters": "all"},
-)
+ntk_from_the_old_theta = Bug(lambda: _ntk_of_old())
 
 
 def _ntk_of_old():
@@ -341,11 +231,7 @@ def _ntk_of_old():
 
 
 second_extension_compounds = Bug(
-    what="a second extension counts from the first one's length",
-    where="the original length overwritten by the new one, seen in reviews of extension scripts",
-    stage="forward",
-    apply=lambda: patch.object(rope, "_original_length", lambda config, own, answer: config.max_position_embeddings),
-    likely={"rope_before": "linear"},
+    lambda: patch.object(rope, "_original_length", lambda config, own, answer: config.max_position_embeddings)
 )
 
 
@@ -363,13 +249,7 @@ def _padding_inside_is_seen(ids: Tensor) -> Tensor:
     return filled
 
 
-padding_inside_is_seen = Bug(
-    what="padding inside a row is seen",
-    where="padding looked for at the end alone, " + _SEEN,
-    stage="forward",
-    apply=lambda: documents(_padding_inside_is_seen),
-    likely={"padding": "inside"},
-)
+padding_inside_is_seen = Bug(lambda: documents(_padding_inside_is_seen))
 
 
 def _padding_splits(ids: Tensor) -> Tensor:
@@ -379,10 +259,4 @@ def _padding_splits(ids: Tensor) -> Tensor:
     return torch.where(ids > ANCHOR, ids + 1000 * part, ids)
 
 
-padding_splits_a_document = Bug(
-    what="padding inside a document makes it two",
-    where="cu_seqlens from the differences of neighbours, " + _SEEN,
-    stage="forward",
-    apply=lambda: documents(_padding_splits),
-    likely={"padding": "inside"},
-)
+padding_splits_a_document = Bug(lambda: documents(_padding_splits))
