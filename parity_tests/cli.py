@@ -161,6 +161,38 @@ def compare(
 
 
 @app.command()
+def record(
+    target: Annotated[
+        str, typer.Argument(help="module:function or file.py:function; returns a torch model and its inputs")
+    ],
+    out: Annotated[Path, typer.Option(help="the safetensors file")],
+    names: Annotated[list[str] | None, typer.Option(help="names to record; * is any text")] = None,
+    backward: Annotated[bool, typer.Option(help="also the gradients of the output's `loss`")] = False,
+) -> None:
+    """Record what a torch model computes, for `parity compare`. The function returns the model and its named inputs.
+
+    In code of your own, copy parity_tests/record.py (Flax: record_flax.py), which needs nothing of this project.
+
+    Example: parity record mine.py:make --out bf16.safetensors --names 'model.layers.*'
+    """
+    with _interruptible():
+        from anchorline.errors import UserError
+        from parity_tests.checking.target import load_target
+        from parity_tests.comparing.dumps import open_dump
+        from parity_tests.record import record
+
+        found = load_target(target)()
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+            raise UserError(f"target {target!r}: returns {type(found).__name__}; return (model, {{name: input}})")
+        model, inputs = found
+        with record(model, out, names or "*", **{n: x for n, x in inputs.items() if hasattr(x, "dtype")}):
+            output = model(**inputs)
+            if backward:
+                output.loss.backward()
+    print(f"{out}: {len(open_dump(out).arrays)} arrays")
+
+
+@app.command()
 def diff(
     a: Annotated[Path, typer.Argument(help="report.json of the earlier run")],
     b: Annotated[Path, typer.Argument(help="report.json of the later run")],

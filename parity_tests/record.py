@@ -65,34 +65,37 @@ def record(model: nn.Module, path: str | Path, names: str | Sequence[str] = "*",
     partial = Path(f"{path}.partial")
     # The header stands first and is known last: room is left for it, and what it does not fill are spaces.
     room = 4096 * 64 + 512 * (4 * len(modules) + len(list(model.parameters())))
-    with partial.open("wb") as file:
-        file.seek(8 + room)
+    try:
+        with partial.open("wb") as file:
+            file.seek(8 + room)
 
-        def take(name: str, tensor: Tensor) -> None:
-            if not any(fnmatchcase(name, pattern) for pattern in patterns):
-                return
-            number = sum(key == name or key.startswith(f"{name} #") for key in header) if name in header else 0
-            raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-            begin = file.tell() - 8 - room
-            file.write(raw.data)
-            code, shape = _CODES[str(tensor.dtype).removeprefix("torch.")], list(tensor.shape)
-            entry = {"dtype": code, "shape": shape, "data_offsets": [begin, begin + raw.size]}
-            header[f"{name} #{number + 1}" if number else name] = entry
+            def take(name: str, tensor: Tensor) -> None:
+                if not any(fnmatchcase(name, pattern) for pattern in patterns):
+                    return
+                number = sum(key == name or key.startswith(f"{name} #") for key in header) if name in header else 0
+                raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+                begin = file.tell() - 8 - room
+                file.write(raw.data)
+                code, shape = _CODES[str(tensor.dtype).removeprefix("torch.")], list(tensor.shape)
+                entry = {"dtype": code, "shape": shape, "data_offsets": [begin, begin + raw.size]}
+                header[f"{name} #{number + 1}" if number else name] = entry
 
-        for name, tensor in inputs.items():
-            take(f"inputs.{name}", tensor)
-        with watch(model, take):
-            yield
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                take(f"gradients.{name}", parameter.grad)
-        metadata = {"order": json.dumps(list(header))}
-        config: Any = getattr(model, "config", None)
-        if hasattr(config, "to_json_string"):  # transformers
-            metadata["config"] = config.to_json_string(use_diff=False)
-        text = json.dumps({"__metadata__": metadata, **header}).encode()
-        if len(text) > room:
-            raise ValueError(f"{len(header)} arrays: name fewer with `names`; the header has no room for them")
-        file.seek(0)
-        file.write(room.to_bytes(8, "little") + text.ljust(room))
-    partial.replace(path)
+            for name, tensor in inputs.items():
+                take(f"inputs.{name}", tensor)
+            with watch(model, take):
+                yield
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    take(f"gradients.{name}", parameter.grad)
+            metadata = {"order": json.dumps(list(header))}
+            config: Any = getattr(model, "config", None)
+            if hasattr(config, "to_json_string"):  # transformers
+                metadata["config"] = config.to_json_string(use_diff=False)
+            text = json.dumps({"__metadata__": metadata, **header}).encode()
+            if len(text) > room:
+                raise ValueError(f"{len(header)} arrays: name fewer with `names`; the header has no room for them")
+            file.seek(0)
+            file.write(room.to_bytes(8, "little") + text.ljust(room))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

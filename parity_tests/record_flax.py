@@ -24,7 +24,7 @@ def record(
     out, state = module.apply(variables, *args, capture_intermediates=True, mutable=["intermediates"], **kwargs)
     arrays: dict[str, Any] = {}
     _walk(state["intermediates"], "", arrays)
-    write(arrays, path, names)
+    write(arrays, path, names, order="[]")  # flax keeps them by name
     return out
 
 
@@ -58,10 +58,10 @@ def record_nnx(model: Any, path: str | Path, names: str | Sequence[str] = "*") -
 
 
 def write(arrays: Mapping[str, Any], path: str | Path, names: str | Sequence[str] = "*", **metadata: str) -> None:
-    """Write named arrays, in this order, to a file that `parity compare` reads."""
+    """Write named arrays to a file that `parity compare` reads; in this order, unless the metadata say `order="[]"`."""
     patterns = (names,) if isinstance(names, str) else names
     chosen = {n: np.asarray(x) for n, x in arrays.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
-    save_file(chosen, path, metadata={"order": json.dumps(list(chosen)), **metadata})
+    save_file(chosen, path, metadata={"order": json.dumps(list(chosen))} | metadata)
 
 
 def _walk(found: Any, name: str, arrays: dict[str, Any]) -> None:

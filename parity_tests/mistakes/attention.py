@@ -60,7 +60,7 @@ def _float64(x: Any) -> Any:
 
 def _constant(x: Any) -> Any:
     """The same numbers without a gradient."""
-    if isinstance(x, np.ndarray):
+    if isinstance(x, np.ndarray | np.generic):
         return x
     import jax
 
