@@ -73,7 +73,7 @@ def test_the_ground_that_bugs_are_made_on_is_sound(monkeypatch, tries):
 
 
 def test_a_patch_that_no_longer_fits_catches_nothing(tries):
-    kill = tries.try_bug(Bug("misfit", "here", "forward", lambda: every_engine(lambda q: q)), [FORWARD])
+    kill = tries.try_bug(Bug(lambda: every_engine(lambda q: q)), [FORWARD])
     assert not kill.caught
     assert kill.broken is not None
     assert kill.broken.startswith("TypeError: ")
@@ -88,7 +88,7 @@ def test_a_bug_that_is_not_undone_is_told(tries):
         yield
 
     try:
-        kill = tries.try_bug(Bug("leak", "here", "forward", enter_and_stay), [FORWARD])
+        kill = tries.try_bug(Bug(enter_and_stay), [FORWARD])
     finally:
         leak.__exit__(None, None, None)
     assert kill.caught
