@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-INPUTS = ("*.o_proj", "*.out_proj", "*.wo", "*.linear_proj", "*.post_attention_layernorm", "*.ffn_norm")
+INPUTS = (
+    *("*.o_proj", "*.out_proj", "*.wo", "*.linear_proj"),  # the heads' output
+    *("*.post_attention_layernorm", "*.ffn_norm", "*.pre_feedforward_layernorm"),  # the residual
+)
 _CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
 _CODES |= {f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 _CODES |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}

@@ -1,0 +1,213 @@
+"""Maps of names: each engine's layout, written by hand from the same arrays, comes out as the same arrays."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from anchorline.errors import UserError
+from parity_tests.comparing.dumps import Array, Dump, open_dump
+from parity_tests.comparing.names import load_names, recognise, rename, shipped_names
+from parity_tests.record import record
+
+T, H, K, D, M, F, RANKS = 6, 4, 2, 8, 16, 10, 2
+CONFIG = {"num_attention_heads": H, "num_key_value_heads": K, "head_dim": D, "intermediate_size": F}
+Arrays = dict[str, np.ndarray]
+
+
+def canonical() -> Arrays:
+    random = np.random.default_rng(0)
+    found = {"embed": (M,), "final_norm": (M,), "logits": (12,)}
+    for i in range(2):
+        found |= {f"layers.{i}.{n}": (h, D) for n, h in {"q": H, "k": K, "v": K, "attn": H}.items()}
+        found |= {f"layers.{i}.{n}": (M,) for n in ("input_norm", "attn_out", "post_norm", "mlp", "residual")}
+        found |= {f"layers.{i}.{n}": (F,) for n in ("gate", "up")}
+    return {name: random.standard_normal((1, T, *rest)) for name, rest in found.items()}
+
+
+def flat(x: np.ndarray) -> np.ndarray:
+    return x.reshape(*x.shape[:2], -1)
+
+
+def pairs(x: np.ndarray) -> np.ndarray:
+    return np.stack(np.split(x, 2, -1), -1).reshape(x.shape)
+
+
+def torchtitan(own: Arrays, rank: int) -> Arrays:
+    made = {"tok_embeddings": own["embed"], "norm": own["final_norm"], "output": own["logits"]}
+    for i in range(2):
+        at, to = f"layers.{i}", f"layers.{i}.attention"
+        made |= {
+            f"{to}.wq": flat(share(pairs(own[f"{at}.q"]), 2, rank)),
+            f"{to}.wk": flat(share(pairs(own[f"{at}.k"]), 2, rank)),
+        }
+        made |= {
+            f"{to}.wv": flat(share(own[f"{at}.v"], 2, rank)),
+            f"{to}.wo.input": flat(share(own[f"{at}.attn"], 2, rank)),
+        }
+        made |= {f"{to}.wo": own[f"{at}.attn_out"], f"{at}.ffn_norm": own[f"{at}.post_norm"]}
+        made |= {f"{at}.attention_norm": own[f"{at}.input_norm"], f"{at}.feed_forward": own[f"{at}.mlp"]}
+        made |= {at: own[f"{at}.residual"]}
+    return made
+
+
+def share(x: np.ndarray, axis: int, rank: int) -> np.ndarray:
+    return np.split(x, RANKS, axis)[rank]
+
+
+def megatron(own: Arrays, rank: int, sequence: bool = False) -> Arrays:
+    def turned(x: np.ndarray, whole: bool = False) -> np.ndarray:
+        x = x.swapaxes(0, 1)
+        return share(x, 0, rank) if sequence and whole else x
+
+    made = {"embedding": turned(own["embed"], True), "decoder.final_layernorm": turned(own["final_norm"], True)}
+    made["output_layer"] = turned(share(own["logits"], 2, rank))
+    for i in range(2):
+        at, to = f"layers.{i}", f"decoder.layers.{i}"
+        q = own[f"{at}.q"].reshape(1, T, K, H // K, D)
+        qkv = np.concatenate([q, own[f"{at}.k"][:, :, :, None], own[f"{at}.v"][:, :, :, None]], 3)
+        fused = [share(own[f"{at}.{name}"], 2, rank) for name in ("gate", "up")]
+        made |= {
+            f"{to}.self_attention.linear_qkv": turned(flat(share(qkv, 2, rank))),
+            f"{to}.self_attention.linear_proj.input": turned(flat(share(own[f"{at}.attn"], 2, rank))),
+            f"{to}.mlp.linear_fc1": turned(np.concatenate(fused, 2)),
+        }
+        for name, from_ in {
+            "input_layernorm": "input_norm",
+            "pre_mlp_layernorm": "post_norm",
+            "mlp.linear_fc2": "mlp",
+        }.items():
+            made[f"{to}.{name}"] = turned(own[f"{at}.{from_}"], True)
+        made[f"{to}.self_attention.linear_proj"] = turned(own[f"{at}.attn_out"], True)
+        made[to] = turned(own[f"{at}.residual"], True)
+    return made
+
+
+def vllm(own: Arrays, rank: int) -> Arrays:
+    made = {
+        "model.embed_tokens": own["embed"][0],
+        "model.norm": own["final_norm"][0],
+        "logits_processor": own["logits"][0],
+    }
+    for i in range(2):
+        at, to = f"layers.{i}", f"model.layers.{i}"
+        qkv = [share(own[f"{at}.{name}"], 2, rank) for name in "qkv"]
+        gate_up = [share(own[f"{at}.{name}"], 2, rank) for name in ("gate", "up")]
+        made |= {
+            f"{to}.self_attn.qkv_proj": np.concatenate([flat(x) for x in qkv], 2)[0],
+            f"{to}.self_attn.attn": flat(share(own[f"{at}.attn"], 2, rank))[0],
+            f"{to}.mlp.gate_up_proj": np.concatenate(gate_up, 2)[0],
+        }
+        names = {
+            "input_layernorm": "input_norm",
+            "self_attn.o_proj": "attn_out",
+            "mlp": "mlp",
+            "post_attention_layernorm": "post_norm",
+        }
+        made |= {f"{to}.{name}": own[f"{at}.{of}"][0] for name, of in names.items()}
+        made |= {to: own[f"{at}.residual"][0] / 4, f"{to}.1": own[f"{at}.residual"][0] * 0.75}
+    return made
+
+
+def maxtext(own: Arrays, rank: int) -> Arrays:
+    made = {
+        "token_embedder": own["embed"],
+        "decoder.decoder_norm": own["final_norm"],
+        "decoder.logits_dense": own["logits"],
+    }
+    names = {"self_attention.query": "q", "self_attention.key": "k", "self_attention.value": "v", "mlp": "mlp"}
+    names |= {
+        "self_attention.attention_op": "attn",
+        "self_attention": "attn_out",
+        "pre_self_attention_layer_norm": "input_norm",
+    }
+    names |= {"post_self_attention_layer_norm": "post_norm"}
+    for i in range(2):
+        made |= {f"decoder.layers_{i}.{name}": own[f"layers.{i}.{of}"] for name, of in names.items()}
+        made[f"decoder.layers_{i}"] = own[f"layers.{i}.residual"]
+    return made
+
+
+def dump(ranks: list[Arrays], config: dict = CONFIG) -> Dump:
+    return Dump(
+        "", {n: [Array("float64", lambda x=r[n]: x) for r in ranks if n in r] for r in ranks for n in r}, config
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "lay_out"),
+    [
+        ("torchtitan", torchtitan),
+        ("megatron", megatron),
+        ("megatron_sp", lambda own, rank: megatron(own, rank, sequence=True)),
+        ("vllm", vllm),
+        ("maxtext", maxtext),
+    ],
+)
+def test_the_layout_of_an_engine_on_two_ranks(name: str, lay_out: Callable):
+    own = canonical()
+    held = dump([lay_out(own, rank) for rank in range(RANKS)])
+    assert recognise(held).removesuffix("_sp") == name.removesuffix("_sp")
+    found = rename(held, load_names(name)).arrays
+    lacking = {"gate", "up"} if name in ("torchtitan", "maxtext") else set()
+    assert set(found) == {n for n in own if n.rpartition(".")[2] not in lacking}
+    for key, ranks in found.items():
+        for array in ranks:
+            np.testing.assert_array_equal(array.load(), own[key], err_msg=key)
+
+
+def test_layers_of_stages_count_on():
+    own = canonical()
+    stages = [{f"blocks.{i}.out": own[f"layers.{i}.mlp"] for i in range(2)} for _ in range(2)]
+    names = load_names("hf").model_copy(update={"stages": True, "names": {"layers.{i}.mlp": "blocks.{i}.out"}})
+    assert list(rename(dump(stages), names).arrays) == [f"layers.{i}.mlp" for i in range(4)]
+
+
+def test_partial_results_are_added_and_a_wrong_step_is_named(tmp_path):
+    own = canonical()
+    path = tmp_path / "mine.yaml"
+    path.write_text("names: {mlp: {from: a, steps: [sum]}}")
+    found = rename(dump([{"a": own["embed"] * 0.25}, {"a": own["embed"] * 0.75}]), load_names(str(path)))
+    np.testing.assert_allclose(found.arrays["mlp"][0].load(), own["embed"])
+    for steps, says in (
+        ("[turn]", "step 'turn' is unknown"),
+        ("[heads]", "head_dim is not known"),
+        ("[{join: 9}]", "mlp: its"),
+    ):
+        path.write_text(f"names: {{mlp: {{from: a, steps: {steps}}}}}")
+        with pytest.raises(UserError, match=says):
+            rename(dump([{"a": own["embed"]}] * 2, {}), load_names(str(path))).arrays["mlp"][0].load()
+
+
+FAMILIES = {
+    "Llama": {}, "Qwen2": {}, "Qwen3": {}, "Mistral": {}, "Gemma3": {"sliding_window": 8},
+    "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_transformers_is_recognised_and_its_heads_are_apart(family, tmp_path):
+    name = f"{family}Text" if family == "Gemma3" else family
+    sizes = {"vocab_size": 19, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": D}
+    config = getattr(transformers, f"{name}Config")(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, **FAMILIES[family]
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with record(model, tmp_path / "a"):
+        model(torch.randint(0, 19, (1, T)))
+    held = open_dump(tmp_path / "a")
+    assert recognise(held) == ("gemma" if family == "Gemma3" else "hf")
+    found = {name: ranks[0].load() for name, ranks in rename(held, load_names(recognise(held))).arrays.items()}
+    for i in range(2):
+        assert found[f"layers.{i}.q"].shape == found[f"layers.{i}.attn"].shape == (1, T, 4, D)
+        np.testing.assert_allclose(
+            found[f"layers.{i}.attn_residual"] + found.get(f"layers.{i}.mlp_norm", found[f"layers.{i}.mlp"]),
+            found[f"layers.{i}.residual"], atol=1e-5,
+        )  # fmt: skip
+
+
+def test_every_map_says_whose_names_it_has():
+    assert all(load_names(name).about for name in shipped_names())
