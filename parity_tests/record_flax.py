@@ -1,13 +1,10 @@
-"""Record what a Flax module computes, array by array, into a safetensors file: the twin of `record.py`.
+"""Record what a Flax module computes, array by array, into a safetensors file: the twin of `record.py`, to be copied anywhere.
 
-out = record(module, {"params": params}, "dump.safetensors", batch)          # flax.linen
-with record_nnx(model, "dump.safetensors"):                                  # flax.nnx
-    model(batch)
+out = record(module, {"params": params}, "dump.safetensors", batch)
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -26,35 +23,6 @@ def record(
     _walk(state["intermediates"], "", arrays)
     write(arrays, path, names, order="[]")  # flax keeps them by name
     return out
-
-
-@contextmanager
-def record_nnx(model: Any, path: str | Path, names: str | Sequence[str] = "*") -> Iterator[None]:
-    """Write what the submodules of an nnx module put out in the block, which must not be traced, in their order."""
-    from flax import nnx
-
-    arrays: dict[str, Any] = {}
-    paths = {id(module): ".".join(map(str, where)) for where, module in nnx.iter_modules(model)}
-    kinds = {type(module) for _, module in nnx.iter_modules(model)}
-    before = {kind: kind.__call__ for kind in kinds if "__call__" in vars(kind)}
-
-    def wrap(kind: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            out = before[kind](self, *args, **kwargs)
-            if name := paths.get(id(self)):
-                _walk(out, name, arrays)
-            return out
-
-        return call
-
-    for kind in before:
-        kind.__call__ = wrap(kind)
-    try:
-        yield
-    finally:
-        for kind, call in before.items():
-            kind.__call__ = call
-    write(arrays, path, names)
 
 
 def write(arrays: Mapping[str, Any], path: str | Path, names: str | Sequence[str] = "*", **metadata: str) -> None:

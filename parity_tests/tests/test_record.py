@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flax import linen, nnx
+from flax import linen
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -19,7 +19,6 @@ from parity_tests import cli
 from parity_tests.comparing.dumps import open_dump
 from parity_tests.record import record
 from parity_tests.record_flax import record as record_linen
-from parity_tests.record_flax import record_nnx
 
 
 class Block(nn.Module):
@@ -118,20 +117,6 @@ def test_flax_is_recorded_under_the_names_of_its_modules(tmp_path):
     found = {name: ranks[0].load() for name, ranks in open_dump(tmp_path / "linen").arrays.items()}
     assert {"up", "down"} <= set(found)
     assert np.array_equal(found["down"], y)
-
-    class Other(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs), nnx.Linear(2, 2, rngs=rngs)])
-
-        def __call__(self, x):
-            return self.layers[1](self.layers[0](x))
-
-    other = Other(nnx.Rngs(0))
-    with record_nnx(other, tmp_path / "nnx"):
-        y = other(x)
-    arrays = open_dump(tmp_path / "nnx").arrays
-    assert list(arrays) == ["layers.0", "layers.1"]
-    assert np.array_equal(arrays["layers.1"][0].load(), y)
 
 
 def test_the_verb_records_what_a_function_returns(tmp_path, monkeypatch):

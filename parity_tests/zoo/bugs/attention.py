@@ -57,7 +57,6 @@ def _causal_top_left_attend(
     return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, probabilities)
 
 
-# Causal masking aligned top-left where queries meet the anchor's keys and their own: each sees A keys too few.
 causal_top_left = Bug(lambda: every_engine(_causal_top_left_attend))
 
 
@@ -67,7 +66,6 @@ def _late(document_ids_BT: Tensor) -> Tensor:
     return torch.cat([document_ids_BT[:, :1], late_BT], dim=1)
 
 
-# Every boundary of cu_seqlens lies one token late: a document's first token belongs to the document before.
 cu_seqlens_off_by_one = Bug(lambda: documents(_late))
 
 
@@ -75,8 +73,6 @@ def _one_document(document_ids_BT: Tensor) -> Tensor:
     return document_ids_BT.clamp(max=1)
 
 
-# Documents of a row attend to one another: what transformers' detection of packing does under a cache, put straight
-# into the plan, since our own code path asks for no cache and passes the documents itself.
 documents_leak = Bug(lambda: documents(_one_document))
 
 
@@ -99,7 +95,6 @@ def _gqa_heads_tiled(attend):
     return tile
 
 
-# Key/value heads are tiled (0 1 0 1) where each should serve a run of neighbouring query heads (0 0 1 1).
 gqa_heads_tiled = Bug(lambda: attention(_gqa_heads_tiled))
 
 
@@ -132,7 +127,6 @@ def _lse_without_anchor_attend(
     return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, probabilities)
 
 
-# Anchor and document are attended apart and merged, with a log-sum-exp that lacks the anchor's part.
 lse_without_anchor = Bug(lambda: every_engine(_lse_without_anchor_attend))
 
 
@@ -142,7 +136,6 @@ def _mask_added_attend(
     return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, lambda logits, mask: (logits + mask).softmax(-1))
 
 
-# A boolean mask is added to the scores: hidden keys get 0, visible ones 1.
 mask_added = Bug(lambda: every_engine(_mask_added_attend))
 
 
@@ -166,7 +159,6 @@ def _probabilities_rounded_before_sum_attend(
     return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, _probabilities)
 
 
-# exp(score - max) is rounded to bfloat16 before it is summed, so that the sum divides by something else.
 probabilities_rounded_before_sum = Bug(lambda: every_engine(_probabilities_rounded_before_sum_attend))
 
 
@@ -188,7 +180,6 @@ def _qk_norm_after_rope_forward(self, *args, **kwargs):
         return _qk_norm_after_rope_attend(self, *args, **kwargs)
 
 
-# Qwen3's norms of q and k after the rotation. Without their weights the two would commute.
 qk_norm_after_rope = Bug(lambda: patch.object(modeling_qwen3.Qwen3Attention, "forward", _qk_norm_after_rope_forward))
 
 

@@ -47,7 +47,6 @@ def _by_index_attend(
     return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, replace(layer, window=None), probabilities)
 
 
-# The window counts whatever the row stores between a query and a key: only the first document sees the anchor.
 window_by_row_index = Bug(lambda: every_engine(_by_index_attend))
 
 anchor_beyond_window = Bug(lambda: _options(lambda _, **__: {"keep_anchor": True, "engine": "dense"}))
@@ -66,7 +65,6 @@ def _cap_after_mask_attend(
     return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, replace(layer, softcap=None), probabilities)
 
 
-# The mask's minus infinity is capped too: what is hidden has the logit -cap.
 cap_after_mask = Bug(lambda: every_engine(_cap_after_mask_attend))
 
 cap_missing = Bug(lambda: _options(lambda _, **__: {"softcap": None}))
@@ -128,5 +126,4 @@ scale_ignored = Bug(lambda: _options(lambda _, **__: {"scale": SIZES["head_dim"]
 
 scale_twice = Bug(lambda: _options(lambda _, scale, **__: {"scale": scale * scale}))
 
-# A multiplier is taken for the number under the root, or the other way around.
 scale_under_a_root = Bug(lambda: _options(lambda _, scale, **__: {"scale": scale**-0.5}))

@@ -82,7 +82,6 @@ def _clip_before_accumulation() -> Iterator[None]:
         yield
 
 
-# What has been accumulated is clipped after every micro-batch, and so what came first counts least.
 clip_before_accumulation = Bug(_clip_before_accumulation)
 
 

@@ -77,7 +77,6 @@ def _rmsnorm_epsilon_default_forward(self, x: Tensor) -> Tensor:
     return self.weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()).to(x.dtype)
 
 
-# Epsilon 1e-5, the layer's default, where the config says 1e-6 (and the other way round).
 rmsnorm_epsilon_default = Bug(lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_epsilon_default_forward))
 
 
@@ -87,7 +86,6 @@ def _rmsnorm_epsilon_outside_forward(self, x: Tensor) -> Tensor:
     return self.weight * normed.to(x.dtype)
 
 
-# x / (rms(x) + eps) for x / sqrt(mean(x^2) + eps).
 rmsnorm_epsilon_outside = Bug(lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_epsilon_outside_forward))
 
 
@@ -105,7 +103,6 @@ def _rmsnorm_weight_before_cast_forward(self, x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
 
 
-# The weight is multiplied in before the cast to float32, and so enters the mean square.
 rmsnorm_weight_before_cast = Bug(
     lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_weight_before_cast_forward)
 )
@@ -131,5 +128,4 @@ def _round_frequencies(original):
     return load
 
 
-# What is loaded is cast as a whole, RoPE's inverse frequencies too.
 frequencies_rounded_on_loading = Bug(lambda: wrap(load_for_training, _round_frequencies))

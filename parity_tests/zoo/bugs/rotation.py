@@ -56,7 +56,6 @@ def _keep(rotary, inv_freq_C: Tensor) -> Tensor:
     return rotary.config.rope_parameters["rope_theta"] ** -(torch.arange(C, device=inv_freq_C.device) / C)
 
 
-# A Llama 3.1 checkpoint run with plain RoPE: the config's scaling is parsed and never read.
 llama3_not_scaled = Bug(lambda: frequencies(_keep))
 
 
@@ -96,13 +95,11 @@ def _ntk_exponent() -> Iterator[None]:
         yield
 
 
-# The base times the factor, without the exponent d / (d - 2) that divides the slowest pair by the factor.
 ntk_exponent = Bug(_ntk_exponent)
 
 
 _CACHED = 2048
 
-# Positions beyond the cached cos and sin read the last row of the table: an indexed gather that clamps in silence.
 positions_clamped = Bug(lambda: positions(lambda position_ids_BT, _: position_ids_BT.clamp(max=_CACHED - 1)))
 
 
@@ -124,7 +121,6 @@ def _shift(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
     return position_ids_BT + (document_ids_BT - 1).clamp(min=0)
 
 
-# Each boundary shifts the positions after it by one, as a separator that was counted and then removed.
 positions_off_after_boundary = Bug(lambda: positions(_shift))
 
 
@@ -135,7 +131,6 @@ def _restart(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
     return index_T - torch.where(begins_BT, index_T, 0).cummax(dim=1).values
 
 
-# Every document starts at 0 where positions should run on: the anchor is at every document's first place.
 positions_reset = Bug(lambda: positions(_restart))
 
 
@@ -145,7 +140,6 @@ def _rope_angles_in_bf16(_: object, position_ids_BT: Tensor, inv_freq_C: Tensor)
     return angle.cos(), angle.sin()
 
 
-# cos and sin of angles that were rounded to bfloat16: at position 1000 an angle is off by up to 2 radians.
 rope_angles_in_bf16 = Bug(lambda: tables(_rope_angles_in_bf16))
 
 
@@ -168,14 +162,12 @@ def _interleave(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: i
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
-# Neighbouring pairs rotate together (GPT-J, Meta's Llama) though the weights are for halves (GPT-NeoX).
 rope_interleaved = Bug(lambda: rotation(_interleave))
 
 
 rope_inv_freq_in_bf16 = Bug(lambda: frequencies(lambda _, inv_freq_C: inv_freq_C.bfloat16().float()))
 
 
-# Positions in the model's dtype: from 256 on, bfloat16 cannot tell neighbours apart.
 rope_positions_in_bf16 = Bug(lambda: positions(lambda position_ids_BT, _: position_ids_BT.bfloat16().long()))
 
 
@@ -189,7 +181,6 @@ def _backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: in
     return q * cos + _turn(q) * sin, k * cos + _turn(k) * sin
 
 
-# Both halves are turned the other way. Scores keep: q and k turn together; the taps after RoPE do not.
 rope_sign = Bug(lambda: rotation(_backwards))
 
 
@@ -208,7 +199,6 @@ def _ten_times_the_base(_: object, inv_freq_C: Tensor) -> Tensor:
     return inv_freq_C * 10.0 ** -(torch.arange(C, device=inv_freq_C.device) / C)
 
 
-# The base that every config once had, whatever this config says: f(theta) becomes f(10 theta).
 rope_theta = Bug(lambda: frequencies(_ten_times_the_base))
 
 
@@ -222,7 +212,6 @@ def _yarn_ramp_reversed_reverse(rotary, inv_freq_C: Tensor) -> Tensor:
     return kept_C + interpolated_C - inv_freq_C  # the two blends of a ramp and of its reverse add up to this
 
 
-# YaRN keeps the slow pairs and interpolates the fast ones: the ramp between is read from the wrong end.
 yarn_ramp_reversed = Bug(lambda: frequencies(_yarn_ramp_reversed_reverse))
 
 
@@ -234,7 +223,6 @@ def _yarn_without_attention_factor(original):
     return forward
 
 
-# cos and sin lack the factor 0.1 ln(s) + 1 that sharpens attention over the longer context.
 yarn_without_attention_factor = Bug(
     lambda: in_every_family("RotaryEmbedding", "forward", _yarn_without_attention_factor)
 )
@@ -258,7 +246,6 @@ _PARTIAL = {"model": "partial", "rope": "keep"}
 
 partial_ignored = Bug(lambda: _rotated(lambda D, R: (D, D)))
 
-# The part's frequencies are the first of the whole head's: theta ** (-2 i / D), not theta ** (-2 i / R).
 partial_of_whole_frequencies = Bug(lambda: _rotated(lambda D, R: (R, D)))
 
 partial_rounded_up = Bug(lambda: _rotated(lambda D, R: (R + -R % 8, R + -R % 8)))

@@ -21,7 +21,6 @@ class _AdamEpsilonInside(plain.AdamW):
         return (square + epsilon).sqrt()
 
 
-# sqrt(v + eps) for sqrt(v) + eps.
 adam_epsilon_inside = Bug(lambda: patch.object(torch.optim, "AdamW", _AdamEpsilonInside))
 
 
@@ -35,7 +34,6 @@ class _AdamEpsilonScaled(plain.AdamW):
         return square.sqrt() + epsilon / self._root_of_correction
 
 
-# Epsilon is added before the bias correction: the first step's is 31 times larger (beta2 0.999).
 adam_epsilon_scaled = Bug(lambda: patch.object(torch.optim, "AdamW", _AdamEpsilonScaled))
 
 
@@ -56,7 +54,6 @@ class _AdamKeepsTheLargest(torch.optim.AdamW):
             moment.copy_(torch.maximum(moment, square))
 
 
-# The denominator never falls, and so a parameter's own rate never rises again.
 adam_keeps_the_largest = Bug(lambda: patch.object(torch.optim, "AdamW", _AdamKeepsTheLargest))
 
 
@@ -66,7 +63,6 @@ def _add_in_half(master, parameter):
     master.grad, parameter.grad = total, None
 
 
-# A sum of many micro-batches stops growing where each is below half a unit of its last place.
 gradient_sums_in_half = Bug(lambda: swap(_move_gradient, _add_in_half))
 
 
@@ -157,7 +153,6 @@ def _at_the_first_rate(self, learning_rate, *found):
 learning_rate_set_once = Bug(lambda: patch.object(Optimizer, "step", _at_the_first_rate))
 
 
-# A bfloat16 model is its own master: updates below 1/256 of a weight are lost.
 no_master_weights = Bug(lambda: swap(_master, lambda parameter: parameter))
 
 
