@@ -1,5 +1,5 @@
 #!/bin/bash
-# Two nodes of eight GPUs, one run. Submit it again with the same line after anything: a run that has a folder is resumed.
+# Two nodes of eight GPUs, one run. Submit it again with the same line after anything: --resume begins or goes on.
 #   sbatch examples/slurm.sh configs/paper/llama2-7b-64k-anchor.yaml runs/llama2-7b-64k-anchor
 #SBATCH --job-name=anchorline
 #SBATCH --nodes=2
@@ -13,7 +13,6 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 config=$1 folder=$2
-if [ -f "$folder/run.json" ]; then verb=(resume "$folder"); else verb=(train "$config" "run.folder=$folder"); fi
 # The folder must be on storage that all nodes see; the first node is where the others meet.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
@@ -22,4 +21,4 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280
 exec srun --cpus-per-task "${SLURM_CPUS_ON_NODE%%[!0-9]*}" torchrun \
   --nnodes "$SLURM_NNODES" --nproc_per_node 8 \
   --rdzv_backend c10d --rdzv_endpoint "$head:29500" --rdzv_id "$SLURM_JOB_ID" \
-  -m torchtrain "${verb[@]}"
+  -m torchtrain train "$config" --resume "run.folder=$folder"

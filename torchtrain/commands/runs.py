@@ -20,6 +20,9 @@ def train(
     replace: Annotated[
         bool, typer.Option("--replace", help="if run.folder holds a run, rename it to FOLDER.replaced-N first")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="if run.folder holds a run of this config, go on with it; else begin")
+    ] = False,
 ) -> None:
     """Train a model, and export it into run.folder as a Hugging Face folder.
 
@@ -29,11 +32,16 @@ def train(
     Example: torchtrain train configs/demo.yaml train.steps=20 run.folder=runs/short
 
     On several GPUs, by the file's `distributed` section: torchrun --nproc_per_node 8 -m torchtrain train FILE
+
+    A job that is started again by itself needs --resume: it begins where there is no run, goes on where there is one
+    of the same config, and exits with 0 where the run is finished.
     """
     started = time.perf_counter()
     with report_once():
         from torchtrain.config import load_config
 
+        if resume and replace:
+            raise UserError("--resume and --replace exclude each other; remove one")
         config = load_config(file, overrides or [])
         if os.environ.get("RANK", "0") == "0":
             from torchtrain.modeling.source import check_source
@@ -41,12 +49,14 @@ def train(
 
             # A run in the folder, a missing package or model are refused before the imports, which take seconds.
             config.log.check_installed()
-            RunFolder(config.run.folder).check(replace, config.model.source, config.data)
+            folder = RunFolder(config.run.folder)
+            if not (resume and folder.is_run()):
+                folder.check(replace, config.model.source, config.data)
             check_source(config.model.source)
 
         from torchtrain.run.recipe import train as run  # isort: skip
 
-        _run(lambda: run(config, replace=replace, started=started))
+        _run(lambda: run(config, replace=replace, resume=resume, started=started))
 
 
 def _run(run: Callable[[], Any]) -> None:

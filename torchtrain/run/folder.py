@@ -121,10 +121,10 @@ class RunFolder:
             raise UserError(f"run.folder {self.path}: exists and is not a folder; choose another")
         names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
         begun = {self.lock.name, self.config.name, self.record.name + PARTIAL}  # of a process killed while it made it
-        if self._is_run():
+        if self.is_run():
             if not replace:
                 raise UserError(
-                    f"run.folder {self.path}: already holds a run; go on with it: torchtrain resume "
+                    f"run.folder {self.path}: already holds a run; go on with it by --resume, or by: torchtrain resume "
                     f"{self.path}; or choose another, or --replace it"
                 )
         elif names and not (self.lock.name in names and names <= begun):
@@ -148,7 +148,7 @@ class RunFolder:
         content = {"made_by": _MADE_BY, "machine": platform.machine(), "versions": versions()}
         content |= {"config": config.model_dump(mode="json")} | record
         try:
-            replaced = self._move_aside() if self._is_run() else None
+            replaced = self._move_aside() if self.is_run() else None
             made = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -426,8 +426,8 @@ class RunFolder:
         reason = one_line(error.strerror or error)
         return UserError(f"run.folder {self.path}: {reason}; choose a folder that can be written")
 
-    def _is_run(self) -> bool:
-        """Whether the folder has our record, with whatever else, such as a scheduler's log."""
+    def is_run(self) -> bool:
+        """Whether the folder has a run's record, with whatever else, such as a scheduler's log."""
         try:
             return os.path.lexists(self.record) and read_json(self.record, most=_MOST_BYTES).get("made_by") == _MADE_BY
         except UserError:

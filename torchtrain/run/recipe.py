@@ -68,6 +68,7 @@ def train(
     config: Config,
     *,
     replace: bool = False,
+    resume: bool = False,
     console: Console | None = None,
     started: float | None = None,
 ) -> Result | None:
@@ -78,11 +79,12 @@ def train(
     Args:
         config: what `load_config` returned.
         replace: if the folder holds a run, rename it to FOLDER.replaced-N.
+        resume: if the folder holds a run, do what the function `resume` does.
         console: where people look; default: standard error.
         started: when the process began, by `time.perf_counter`; default: now.
 
     Returns:
-        The result, on rank 0; None on the others.
+        The result, on rank 0; None on the others, and if a run that is resumed is finished.
 
     Raises:
         UserError: something does not fit, and then no run folder was made; or a step is bad
@@ -93,6 +95,10 @@ def train(
     started = time.perf_counter() if started is None else started
     with Termination() as termination, _join(config) as world, ExitStack() as locks:
         trainer = Trainer(config, console, world, termination, started)
+        if resume and world.from_first(trainer.folder.is_run()):
+            return trainer.resume(None, locks)
+        if resume:
+            trainer.log(f"begin     a new run in {trainer.folder.path}")
         trainer.check(new=True)
         return trainer.train(trainer.opening.open_new(trainer.set_up, replace, locks))
 
@@ -121,10 +127,7 @@ def resume(
     """
     started = time.perf_counter() if started is None else started
     with Termination() as termination, _join(config) as world, ExitStack() as locks:
-        trainer = Trainer(config, console, world, termination, started)
-        trainer.check(new=False)
-        opened = trainer.opening.open_existing(trainer.set_up, step, locks)
-        return None if opened is None else trainer.train(*opened)
+        return Trainer(config, console, world, termination, started).resume(step, locks)
 
 
 @contextmanager
@@ -152,6 +155,12 @@ class Trainer:
         self.session: Session | None = None
         self.step_seconds = math.inf  # of the last step, the same on all ranks
         termination.answer, termination.leave = self._answer, partial(self.console.show_cursor, True)
+
+    def resume(self, step: int | None, locks: ExitStack) -> Result | None:
+        """Resume the run in the folder; see the function `resume`."""
+        self.check(new=False)
+        opened = self.opening.open_existing(self.set_up, step, locks)
+        return None if opened is None else self.train(*opened)
 
     def check(self, new: bool) -> None:
         """Check what needs neither model nor data; of a new run also that nothing has been evaluated yet."""

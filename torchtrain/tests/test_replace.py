@@ -63,7 +63,9 @@ def test_a_run_that_came_in_the_meantime_is_not_replaced(fresh, done, monkeypatc
         return made
 
     monkeypatch.setattr(recipe, "set_up", set_up)
-    with pytest.raises(UserError, match=r"already holds a run; go on with it: torchtrain resume .*; or choose another"):
+    with pytest.raises(
+        UserError, match=r"already holds a run; go on with it by --resume, or by: torchtrain resume .*; or choose"
+    ):
         train(done)
     assert tree_of(done) == tree_of(here / "other")
 

@@ -1,0 +1,78 @@
+"""`torchtrain train --resume`: the one command of a job that is started again by itself."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from torchtrain.tests.run_fixtures import WAITING
+from torchtrain.tests.runs import assert_same, free_port, tree_of
+
+
+def test_it_begins_goes_on_and_ends(place, straight):
+    name, again = "again", ("--resume", WAITING)
+    run = place.folder / name
+    assert place.train(name, *again, at="tokenizer") == -signal.SIGKILL
+    assert not run.exists()
+    for phase, nth, told in (("evaluation", 1, f"begin     a new run in {run}"), ("gradient", 5, "begin     anew in")):
+        assert place.train(name, *again, at=phase, nth=nth) == -signal.SIGKILL
+        assert told in place.log(name)
+    assert place.train(name, *again) == 0, place.log(name)
+    assert f"resume    from step 4 of {run}" in place.log(name)
+    assert_same(run, straight)
+    before = tree_of(run)
+    assert place.train(name, *again) == 0
+    assert place.last_line(name) == f"{run}: is finished; its model is in {run}/model"
+    assert {path: x for path, x in tree_of(run).items() if "timing" not in path} == {
+        path: x for path, x in before.items() if "timing" not in path
+    }
+    assert place.train(name, *again, "train.learning_rate=0.5") == 2
+    assert "train.learning_rate" in place.last_line(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--resume", "--replace"), "--resume and --replace exclude each other"),
+        (("--resume",), "holds files and is not recognised as a run"),
+    ],
+)
+def test_what_it_refuses(place, options, told):
+    other = place.folder / "other"
+    other.mkdir(exist_ok=True)
+    (other / "thesis.tex").write_text("mine")
+    assert place.train("other", *options) == 2
+    assert told in place.last_line("other")
+    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
+
+
+# Kills one rank in each of torchrun's first attempts.
+KILLED = """
+import json, os, signal, sys
+from torchtrain import cli
+from torchtrain.tests.forks import arm
+phase = json.loads(sys.argv.pop(1)).get(os.environ["TORCHELASTIC_RESTART_COUNT"] + "/" + os.environ["RANK"])
+if phase:
+    arm(*phase, signal.SIGKILL, None)
+cli.main()
+"""
+
+
+def test_torchrun_restarts_it_to_the_same_bits(place, tmp_path):
+    """Rank 1 dies in a step, then rank 0 while both save."""
+    two = ("distributed.zero_stage=0", "distributed.sequence_parallel=2", WAITING)
+    assert place.train("restarted-not", *two, processes=2) == [0, 0], place.log("restarted-not")
+    (tmp_path / "killed.py").write_text(KILLED)
+    run = place.folder / "restarted"
+    torchrun = [*(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=2")]
+    torchrun += [f"--master_port={free_port()}", str(tmp_path / "killed.py")]
+    phases = '{"0/1": ["gradient", 4], "1/0": ["state", 1]}'
+    command = [*torchrun, phases, "train", str(place.config), "--resume", f"run.folder={run}", *two]
+    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    clean = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    ended = subprocess.run(command, env=clean | own, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count(f"resume    from step 2 of {run}") == 2
+    assert_same(run, place.folder / "restarted-not")
