@@ -25,11 +25,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 
 CEILINGS = {
-    "lines of code": 29_600,
-    "lines of tests' code": 21_000,
-    "lines of source": 44_200,
-    "lines of tests": 27_500,
-    "words of docs": 32_000,
+    "lines of code": 31_000,
+    "lines of tests' code": 22_800,
+    "lines of source": 46_500,
+    "lines of tests": 29_500,
+    "words of docs": 34_000,
     "source files in a folder": 14,
     "settings without description": 0,
 }
