@@ -33,6 +33,7 @@ class RunProgress(_Strict):
     skipped_steps: int
     recent_losses: list[float]  # what `train.loss_spike` compares with
     before: list[tuple[float, int]]  # held-out losses before training, as `Losses.means`: sum and tokens of each
+    before_blocks: list[float] = []  # as `HeldOut.blocks`; a run that began before they were kept has none
     metrics: FileEntry  # the beginning of `metrics.jsonl` that belongs to these steps
 
 

@@ -43,15 +43,18 @@ def assign_rows(first: int, count: int, micro_batch: int, world: World) -> list[
 
 def assign_held_out(
     rows: Sequence[Mapping[str, np.ndarray]], micro_batch: int, world: World
-) -> list[list[Mapping[str, np.ndarray]]]:
-    """Return this rank's micro-batches of held-out rows, as many as every other rank's: forwards need all ranks.
+) -> list[tuple[int, list[Mapping[str, np.ndarray]]]]:
+    """Return the number of the first row and the rows of this rank's micro-batches of held-out rows, as many as every
+    other rank's: forwards need all ranks.
 
     Where rows are missing for that, the first row is repeated without labels; it is run and not counted.
     """
     missing = -len(rows) % (micro_batch * world.data_parallel)
     blank = {**rows[0], "shift_labels": np.full_like(rows[0]["shift_labels"], IGNORED)}
     all_rows = [*rows, *[blank] * missing]
-    return [[all_rows[i] for i in numbers] for numbers in assign_rows(0, len(all_rows), micro_batch, world)]
+    return [
+        (numbers.start, [all_rows[i] for i in numbers]) for numbers in assign_rows(0, len(all_rows), micro_batch, world)
+    ]
 
 
 def pad(batch: dict[str, Tensor], multiple: int) -> dict[str, Tensor]:

@@ -125,7 +125,7 @@ class Display:
 def final_table(before: HeldOut, after: HeldOut, tokens_seen: int, tokens_per_second: float) -> Table:
     """Return the held-out loss of each domain, before and after, in nats per token, and what the training did."""
     caption = f"{tokens_seen:,} tokens seen, {tokens_per_second:,.0f} tokens/s"
-    if len(before.blocks) == len(after.blocks):  # not so after a resume, which knows only sums
+    if len(before.blocks) == len(after.blocks):  # not so in a run that began before checkpoints kept them
         from torchtrain.evaluation.intervals import student_interval
 
         interval = student_interval([b - a for a, b in zip(before.blocks, after.blocks, strict=True)])

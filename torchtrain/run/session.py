@@ -74,6 +74,7 @@ class Session:
                 self.checkpoints.retain(self._config.save.keep, progress.step)
         self.guard = self._guard(progress)
         self.before = HeldOut(self.setup.store.domains, self.setup.own_positions)
+        self.before.blocks = progress.before_blocks
         for mean, (total, tokens) in zip(self.before.means(), progress.before, strict=True):
             mean.total, mean.tokens = total, tokens
 
@@ -145,6 +146,7 @@ class Session:
                 skipped_steps=self.guard.skipped,
                 recent_losses=list(self.guard.recent),
                 before=[(mean.total, mean.tokens) for mean in self.before.means()],
+                before_blocks=self.before.blocks,
                 metrics=self._metrics.settle(),
             ),
             layout=read_layout(self._config, self.setup, self.strategy.world),

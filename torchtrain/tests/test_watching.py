@@ -26,7 +26,6 @@ from torchtrain.tests.run_fixtures import (
 )
 from torchtrain.tests.runs import content
 from torchtrain.training.events import read_metrics
-from torchtrain.training.held_out import HeldOut
 
 
 def test_tests_started_in_the_background_of_a_shell_receive_ctrl_c():
@@ -247,14 +246,3 @@ def test_one_domain_is_drawn_once(monkeypatch, domains, drawn):
     losses = {"loss": 2.0, "tokens_seen": 1, "domains": {name: {"loss": 2.0} for name in domains}}
     report.plot([{"event": name, **losses} for name in ("evaluation", "step")])
     assert labels == [f"{when}, {name}" for name in drawn for when in ("training", "held out")]
-
-
-def test_the_change_of_the_held_out_loss_has_an_interval():
-    before, after = (HeldOut(["a"], 64) for _ in range(2))
-    shown = io.StringIO()
-    for held_out, blocks in ((before, [2.0, 3.0, 2.5]), (after, [1.9, 2.8, 2.3])):
-        held_out.blocks = blocks
-        held_out.overall.total, held_out.overall.tokens = sum(blocks), 3
-    Console(file=shown, width=120).print(report.final_table(before, after, 10, 1.0))
-    # Student's: -1/6 and 4.303 standard errors of sqrt(1/300) / sqrt(3) on both sides.
-    assert "change -0.3101 to -0.0232 (95% interval over blocks of 256 tokens)" in " ".join(shown.getvalue().split())

@@ -14,7 +14,7 @@ from torchtrain.data import collate
 from torchtrain.distributed.shard import assign_held_out
 from torchtrain.distributed.world import World
 from torchtrain.training.losses import Losses, Mean
-from torchtrain.training.micro_batch import make_micro_batch
+from torchtrain.training.micro_batch import MicroBatch, make_micro_batch
 from torchtrain.training.strategy import Replicated, Strategy
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class HeldOut(Losses):
         super().__init__(domains)
         self.own_positions = own_positions
         self.new_positions = Mean()
-        self.blocks: list[float] = []  # mean losses of BLOCK labelled tokens each; on one process only
+        self.blocks: list[float] = []  # mean losses of BLOCK labelled tokens of a row each
 
     def masks(self, part: Mapping[str, Tensor]) -> list[Tensor]:
         """As `Losses.masks`."""
@@ -75,17 +75,40 @@ def measure_held_out(
     strategy = strategy or Replicated(model, None, World(device=model.device))
     world = strategy.world
     model.eval()
-    for numbers in assign_held_out(rows, micro_batch, world):
-        batch = make_micro_batch(collate(numbers), world, result.labels_of).to(world.device)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for first, dealt in assign_held_out(rows, micro_batch, world):
+        batch = make_micro_batch(collate(dealt), world, result.labels_of).to(world.device)
         _, each_Bt = strategy.losses(batch.part, batch.plan, chunk)
         result.add(each_Bt, batch.labels)
-        if world.size == 1:
-            losses_n = each_Bt.flatten().index_select(0, batch.labels.index_n)
-            whole = len(losses_n) // BLOCK * BLOCK
-            result.blocks += losses_n[:whole].view(-1, BLOCK).mean(1).tolist()
+        found.append(_losses_in_order(batch, each_Bt, first, world))
         result.read()
         total, tokens = world.sum([result.overall.total, result.overall.tokens])
         on_row(f"loss {Mean(total, int(tokens))}")
     result.sum_over(world)
+    result.blocks = _means_of_blocks([of_batch for of_rank in world.gather(found) for of_batch in of_rank])
     model.train()
     return result
+
+
+def _losses_in_order(batch: MicroBatch, each_Bt: Tensor, first: int, world: World) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [n] on the host of each labelled token: its row's number, which part of the row holds it, and its loss.
+
+    The parts are ranks, or documents where ranks took whole ones. Within a part tokens are in their order.
+    """
+    index_n, documents = batch.labels.index_n, batch.part["document_ids"]
+    part_n = torch.full_like(index_n, world.sequence_rank)
+    if world.whole_documents and documents.shape == each_Bt.shape:
+        part_n = documents.flatten().index_select(0, index_n)
+    row_n, losses_n = first + index_n // each_Bt.shape[1], each_Bt.flatten().index_select(0, index_n)
+    return row_n.cpu(), part_n.cpu(), losses_n.cpu()
+
+
+def _means_of_blocks(found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[float]:
+    """Return the means of BLOCK losses each, row by row, whichever ranks found them."""
+    row_n, part_n, losses_n = (torch.cat(x) for x in zip(*found, strict=True))
+    order_n = part_n.argsort(stable=True)
+    order_n = order_n[row_n[order_n].argsort(stable=True)]
+    blocks: list[float] = []
+    for losses in losses_n[order_n].split(row_n.bincount().tolist()):
+        blocks += losses[: len(losses) // BLOCK * BLOCK].view(-1, BLOCK).mean(1).tolist()
+    return blocks
