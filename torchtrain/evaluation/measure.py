@@ -85,7 +85,13 @@ def make_job(task: str, length: int, materials: Materials, model: EvaluatedModel
 
 
 def plan(
-    model: EvaluatedModel, suite: Suite, lengths: Sequence[int], out: Path | None, say: Say, replace_old: bool = False
+    model: EvaluatedModel,
+    suite: Suite,
+    lengths: Sequence[int],
+    out: Path | None,
+    say: Say,
+    replace_old: bool = False,
+    cannot: dict[tuple[str, int], str] | None = None,
 ) -> list[Job]:
     """Return the jobs that are left to measure of a model. Report the tasks that cannot run, and those that are done.
 
@@ -93,22 +99,28 @@ def plan(
         model, suite, lengths, say: as for `evaluate`.
         out: folder of the results; None: nothing is read or written there.
         replace_old: measure again the results of other weights, settings or samples, which are refused otherwise.
+        cannot: why a task cannot run at a length; what is found out is added, and neither tried nor said again.
 
     Raises:
         UserError: a task cannot be measured, for another reason than a missing material or too little room.
     """
     name, jobs, materials = model.checkpoint.name, [], Materials(suite)
+    cannot = {} if cannot is None else cannot
     for task, length in tasks_of(suite, lengths):
         line = f"{name} {task} {length:,}"
         path = None if out is None else kept.result_path(out, name, task, length)
         read = kept.read_result(path) if path is not None and path.is_file() else None
         done = None if isinstance(read, NotRun) else read
-        try:
-            job = make_job(task, length, materials, model)
-        except CannotRunError as error:
-            say(f"{line}: not run: {error}")
+        job = None
+        if (task, length) not in cannot:
+            try:
+                job = make_job(task, length, materials, model)
+            except CannotRunError as error:
+                say(f"{line}: not run: {error}")
+                cannot[task, length] = str(error)
+        if job is None:
             if out is not None and done is None:
-                kept.save_result(out, NotRun(task=task, length=length, checkpoint=name, not_run=str(error)))
+                kept.save_result(out, NotRun(task=task, length=length, checkpoint=name, not_run=cannot[task, length]))
             continue
         other = "" if done is None else kept.different_setting(done, model.settings)
         other = "samples" if done is not None and done.identity != job.identity else other

@@ -55,6 +55,7 @@ class TrainingEvaluation:
             raise UserError(f"evaluation.suite: its dtype is not model.dtype ({config.model.dtype}); remove it there")
         with self._name_the_section():
             check_suite(self._suite, self._lengths)
+        self._cannot: dict[tuple[str, int], str] = {}  # why a task cannot run at a length
         self._every, self._last, self._dtype = section.every, config.train.steps, config.model.dtype
         folder = resolve("run.folder", config.run.folder)
         self.out, self._source = folder.with_name(f"{folder.name}-on-the-way"), str(folder)
@@ -67,15 +68,26 @@ class TrainingEvaluation:
                 "run.folder"
             )
 
-    def check_fits(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> None:
-        """Make all samples, so that no fault of the suite is met after steps were taken.
+    def check_fits(
+        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", say: Callable[[str], None]
+    ) -> None:
+        """Make all samples, so that no fault of the suite is met after steps were taken. Tell what cannot be measured
+        for want of a material or of room; nothing is said or tried of it later on.
 
         Raises:
-            UserError: what cannot be measured, and not for want of a material or of room.
+            UserError: something cannot be measured for another reason, or nothing can be.
         """
         with _keep_generators(), self._name_the_section():
             check_tokenizer(tokenizer, model.name_or_path or "the model", self._suite)
-            plan(self._evaluated(model, tokenizer, 0), self._suite, self._lengths, None, lambda line: None)
+            evaluated = self._evaluated(model, tokenizer, 0)
+            if not plan(evaluated, self._suite, self._lengths, None, lambda line: None, cannot=self._cannot):
+                (task, length), reason = next(iter(self._cannot.items()))
+                raise UserError(
+                    f"no task can run: {task} at {length:,}: {reason}; choose longer lengths or other tasks, or set "
+                    "evaluation.every: 0"
+                )
+        for (task, length), reason in self._cannot.items():
+            say(f"evaluation {task} {length:,}: not run: {reason}")
 
     @contextmanager
     def _name_the_section(self) -> Iterator[None]:
@@ -122,7 +134,7 @@ class TrainingEvaluation:
         try:
             with _keep_generators() as put_back:
                 evaluated = self._evaluated(model, tokenizer, step, training, state_digest(model))
-                jobs = plan(evaluated, self._suite, self._lengths, self.out, say, replace_old=True)
+                jobs = plan(evaluated, self._suite, self._lengths, self.out, say, True, self._cannot)
                 measure(evaluated, jobs, self._suite, self.out, say=say, pulse=on_batch)
         except Exception as error:
             if ending:

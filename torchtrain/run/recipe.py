@@ -180,7 +180,7 @@ class Trainer:
             report_progress = make_progress_printer(self.console, spinner, self.log)
             setup = set_up(self.config, self.log, report_progress, self.world, check)
             if self.evaluation is not None:  # before a folder is made, or an old run is renamed
-                self.evaluation.check_fits(setup.model, setup.tokenizer)
+                self.evaluation.check_fits(setup.model, setup.tokenizer, self.log)
             if self.config.model.lora is not None and self.config.model.lora.dropout:
                 self._draw_apart()
             return setup

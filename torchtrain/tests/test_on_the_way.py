@@ -217,6 +217,42 @@ def test_a_fault_on_the_way_is_one_line_and_the_next_evaluation_tries_again(
 
 
 @pytest.mark.parametrize(
+    ("tasks", "cannot", "said"),
+    [
+        (["hellaswag", "vt"], ["vt"], "128 tokens leave no room"),
+        (["vt", "cwe", "fwe"], None, "no task can run: vt at 128: 128 tokens leave no room"),
+        (["niah_single_2", "qa_1"], None, "no task can run: niah_single_2 at 128: haystack is not set"),
+        (["mmlu_astronomy"], None, "no task can run: mmlu_astronomy at 128: lm-eval cannot load it"),
+    ],
+)
+def test_what_no_row_has_room_for_is_known_before_the_first_step_and_once(
+    place, suite, model_folder, tmp_path, monkeypatch, tasks, cannot, said
+):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder("llama")), tiny_tokenizer()
+    tree = yaml.safe_load(suite.read_text()) | {"tasks": tasks}
+    if tasks[0].startswith("mmlu"):
+        tree["data"] = {"mmlu": str(tmp_path)}
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(tree))
+    settings = ["evaluation.every=1", f"evaluation.suite={tmp_path / 'suite.yaml'}", f"run.folder={tmp_path / 'run'}"]
+    evaluation, lines, tried = TrainingEvaluation(load_config(place.config, settings)), [], []
+    real = measuring.build_job
+    monkeypatch.setattr(measuring, "build_job", lambda task, *of: tried.append(task) or real(task, *of))
+    if cannot is None:
+        with pytest.raises(UserError, match=rf"^evaluation \(suite .*\): {said}.* or set evaluation\.every: 0$"):
+            evaluation.check_fits(model, tokenizer, lines.append)
+        return
+    evaluation.check_fits(model, tokenizer, lines.append)
+    (line,) = lines
+    assert line.startswith(f"evaluation vt 128: not run: {said}")
+    for step in (1, 2):
+        evaluation.measure(model, tokenizer, step, lines.append, lambda: None)
+    assert [line for line in lines[1:] if "not run" in line] == []
+    assert tried.count("vt") == 1
+    there = {json.loads(path.read_text()).get("not_run", "") for path in evaluation.out.glob("step-*/vt-*.json")}
+    assert there == {line.partition("not run: ")[2]}
+
+
+@pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["evaluation.lengths=[4096]"], "evaluation.lengths 4096: the model is trained for pack.sequence_length 128"),

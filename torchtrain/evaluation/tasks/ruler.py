@@ -17,6 +17,7 @@ import json
 import math
 import random
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -160,17 +161,20 @@ def make_samples(
     if materials.suite.chat_template:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
         more += len(tokenizer(str(tokenizer.apply_chat_template(turns, tokenize=False))).input_ids)
-    first = length // _LENGTH_STEP * _LENGTH_STEP + _LENGTH_STEP
-    for tried in (length, *range(first, _MOST_LENGTH_TRIED + 1, _LENGTH_STEP)):
+
+    def make(length: int, samples: int) -> list[Sample] | None:
         try:
             with library(seed) as lm:
-                number = samples if tried == length else 1
-                made = _make(_Wanted(task, tried, number, seed, tokenizer, more, lm, materials))
+                return _make(_Wanted(task, length, samples, seed, tokenizer, more, lm, materials))
         except _NoRoomError:
-            continue
-        if tried == length:
-            return made
-        raise CannotRunError(f"{length:,} tokens leave no room; it needs {tried:,} with this tokenizer")
+            return None
+
+    if (made := make(length, samples)) is not None:
+        return made
+    longer = range(length // _LENGTH_STEP * _LENGTH_STEP + _LENGTH_STEP, _MOST_LENGTH_TRIED + 1, _LENGTH_STEP)
+    least = bisect_left(longer, True, key=lambda tried: make(tried, 1) is not None)
+    if least < len(longer):
+        raise CannotRunError(f"{length:,} tokens leave no room; it needs {longer[least]:,} with this tokenizer")
     raise CannotRunError(f"{length:,} tokens leave no room, and {_MOST_LENGTH_TRIED:,} neither with this tokenizer")
 
 
