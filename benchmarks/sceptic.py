@@ -1,5 +1,6 @@
-"""Recompute the contrasts of docs/training-experiment.md with numpy and scipy alone, and nothing of Anchorline.
+"""Recompute the verdicts of docs/training-experiment.md from the stored results, with numpy alone and nothing of ours.
 
+cd benchmarks/results && python ../sceptic.py experiment-offsets.json
 cd benchmarks/results && python ../sceptic.py training-experiment.json training-experiment-{control,cost}.json
 """
 
@@ -8,39 +9,98 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
 
-main, control, cost = (json.loads(Path(name).read_text()) for name in sys.argv[1:4])
-RUNS, SEEDS, STEPS = main["measured"] | control["measured"], range(8), np.arange(16, 33, 4)
-AT_1_BIT = [seed for seed in SEEDS if f"bits1_after-intra_reset-{seed}" in RUNS]
+HALF_LINE = np.concatenate([[0.0], np.geomspace(1e-6, 1e6, 200_001)])
 
 
-def answers(cell: str, step: float | None = None, seeds=SEEDS) -> np.ndarray:
-    """Log-probability of the answers of each seed: the mean over the checkpoints, or at a step between two of them."""
-    runs = [-np.mean(RUNS[f"{cell}-{seed}"]["nats"], axis=1) for seed in seeds]
-    return np.array([run.mean() if step is None else np.interp(step, STEPS, run) for run in runs])
+def below(freedom: float) -> np.ndarray:
+    """Odds that Student's t is between 0 and each place of HALF_LINE: the density's integral."""
+    density = (1 + HALF_LINE**2 / freedom) ** (-(freedom + 1) / 2)
+    integral = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(HALF_LINE))])
+    return integral / integral[-1] / 2
 
 
-def gain(form: str, mask: str, over: str = "intra", seeds=SEEDS) -> np.ndarray:
-    """What a mask gains over another in an arithmetic, seed by seed."""
-    return answers(f"{form}-{mask}", seeds=seeds) - answers(f"{form}-{over}", seeds=seeds)
+def judge(table: np.ndarray) -> tuple[str, float]:
+    """Mean, 95% interval, and odds of such a mean without an effect, of a table [seeds, rows] or of a number a seed."""
+    if not np.any(table):
+        return "+0.00000 (+0.00000 to +0.00000)", 1.0
+    parts = [table.mean(axis=1), table.mean(axis=0)] if table.ndim == 2 else [table]
+    variances = np.array([part.var(ddof=1) / len(part) for part in parts])
+    error, free = variances.sum() ** 0.5, np.array([len(part) - 1 for part in parts])
+    shares = below(float(variances.sum() ** 2 / (variances**2 / free).sum()))
+    mean, half = table.mean(), np.interp(0.475, shares, HALF_LINE) * error
+    odds = 1 - 2 * float(np.interp(abs(mean) / error, HALF_LINE, shares))
+    return f"{mean:+.5f} ({mean - half:+.5f} to {mean + half:+.5f})", odds
 
 
-def show(name: str, each: np.ndarray) -> None:
-    """Print mean and Student's 95% interval of a number for each seed."""
-    half = stats.t.ppf(0.975, len(each) - 1) * each.std(ddof=1) / np.sqrt(len(each))
-    print(f"{name}: {each.mean():+.4f} ({each.mean() - half:+.4f} to {each.mean() + half:+.4f}, {len(each)} seeds)")
+def holm(odds: list[float]) -> list[float]:
+    """Correct for the number of contrasts: the least is taken times n, the next times n - 1, and none gets smaller."""
+    order = np.argsort(odds)
+    steps = np.maximum.accumulate([min(1.0, (len(odds) - rank) * odds[one]) for rank, one in enumerate(order)])
+    return [float(steps[list(order).index(one)]) for one in range(len(odds))]
 
 
-show("broken relativity", gain("bf16_after", "intra_reset") - gain("bf16_before", "intra_reset"))
-show("anchor in exact arithmetic", gain("exact", "anchor"))
-show("anchor in bfloat16, more than in exact", gain("bf16_after", "anchor") - gain("exact", "anchor"))
-show("positive control", answers("bits1_after-intra") - answers("exact-intra"))
-at_1_bit = [gain(f"bits1_{when}", "intra_reset", seeds=AT_1_BIT) for when in ("after", "before")]
-show("broken relativity at 1 bit", at_1_bit[0] - at_1_bit[1])
-show("anchor against full, equal tokens", gain("exact", "anchor", "full"))
-seconds = {row["loop"]: row["seconds"]["median"] for row in cost[0]["rows"]}  # at 1,024 tokens
-ratio = seconds["torchtrain, full"] / seconds["torchtrain, anchor"]
-show(f"anchor against full, equal time ({ratio:.3f})", answers("exact-anchor", 32) - answers("exact-full", 32 / ratio))
-show("full at step 16", answers("exact-full", 16))
-show("full at step 32", answers("exact-full", 32))
+def contrast(runs: dict, plus: list[str], minus: list[str], value) -> np.ndarray:
+    """Sum of some cells (`exact-intra`) less that of others, for every seed that all of them have."""
+    signs = {cell: 1 for cell in plus} | {cell: -1 for cell in minus}
+    seeds = sorted({int(name.rsplit("-", 1)[1]) for name in runs})
+    whole = [seed for seed in seeds if all(f"{cell}-{seed}" in runs for cell in signs)]
+    return np.array([sum(sign * value(runs[f"{cell}-{seed}"]) for cell, sign in signs.items()) for seed in whole])
+
+
+def show(runs: dict, rows: list[tuple[str, list[str], list[str]]], value) -> None:
+    """Print every contrast with its seeds and its odds after the correction."""
+    tables = [contrast(runs, plus, minus, value) for _, plus, minus in rows]
+    judged = [judge(table) if len(table) > 1 else ("-", 1.0) for table in tables]
+    for (name, _, _), table, (shown, _), p in zip(rows, tables, judged, holm([p for _, p in judged]), strict=True):
+        print(f"{name}: {shown} | {len(table)} | {p:.4f}")
+
+
+content = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
+if "bases" in content[0]:  # an experiment that states its contrasts: a loss for each distance and row of each run
+    rows = [
+        (
+            one["question"],
+            [cell.replace("/", "-") for cell in one["plus"]],
+            [cell.replace("/", "-") for cell in one["minus"]],
+        )
+        for one in content[0]["experiment"]["contrasts"]
+    ]
+    show(content[0]["measured"], rows, lambda run: -np.mean(run["bos"]["nats"], axis=0))
+else:  # the experiment before it: a loss for each checkpoint and distance
+    ROWS = [
+        (
+            "broken relativity, 7 bits",
+            "bf16_after-intra_reset bf16_before-intra",
+            "bf16_after-intra bf16_before-intra_reset",
+        ),
+        (
+            "broken relativity, 1 bit",
+            "bits1_after-intra_reset bits1_before-intra",
+            "bits1_after-intra bits1_before-intra_reset",
+        ),
+        ("1 bit before RoPE - exact", "bits1_before-intra", "exact-intra"),
+        ("1 bit after RoPE - exact", "bits1_after-intra", "exact-intra"),
+        ("1 bit, after - before", "bits1_after-intra", "bits1_before-intra"),
+        ("7 bits, after - before", "bf16_after-intra", "bf16_before-intra"),
+        ("same function, 1 bit", "bits1_before-intra_reset", "bits1_before-intra"),
+        ("same function, 7 bits", "bf16_before-intra_reset", "bf16_before-intra"),
+        ("reset - intra, 1 bit after", "bits1_after-intra_reset", "bits1_after-intra"),
+        ("reset - intra, 7 bits after", "bf16_after-intra_reset", "bf16_after-intra"),
+        ("anchor - intra, exact", "exact-anchor", "exact-intra"),
+        ("anchor - intra, more in 7 bits", "bf16_after-anchor exact-intra", "bf16_after-intra exact-anchor"),
+        ("anchor - full, equal tokens", "exact-anchor", "exact-full"),
+    ]
+    measured = content[0]["measured"] | content[1]["measured"]
+    show(
+        measured, [(name, plus.split(), minus.split()) for name, plus, minus in ROWS], lambda run: -np.mean(run["nats"])
+    )
+    seconds = {row["loop"]: row["seconds"]["median"] for row in content[2][0]["rows"]}  # at 1,024 tokens
+    ratio = seconds["torchtrain, full"] / seconds["torchtrain, anchor"]
+
+    def at(step: float):
+        """Log-probability at a step between two checkpoints."""
+        return lambda run: -np.interp(step, np.arange(16, 33, 4), np.mean(run["nats"], axis=1))
+
+    equal = contrast(measured, ["exact-anchor"], [], at(32)) - contrast(measured, ["exact-full"], [], at(32 / ratio))
+    print(f"anchor - full, equal time ({ratio:.3f}): {judge(equal)[0]} | {len(equal)} | -")

@@ -1,7 +1,7 @@
-"""Run the experiment of docs/training-experiment.md, or what is left of it, and fill in that page.
+"""Run an experiment of docs/training-experiment.md, or what is left of it, and fill in that page.
 
-    python -m benchmarks.experiment configs/experiments/relativity.yaml --out runs/relativity --workers 2 \\
-        --results benchmarks/results/training-experiment.json --document docs/training-experiment.md
+    python -m benchmarks.experiment configs/experiments/offsets.yaml --out runs/offsets --workers 2 \\
+        --results benchmarks/results/experiment-offsets.json --document docs/training-experiment.md
 
 After an interruption the same command continues. Runs that the file of results holds are not repeated.
 """
@@ -21,7 +21,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command("experiment", cls=Command)
 def main(
-    file: Annotated[Path, typer.Argument(help="YAML, as configs/experiments/relativity.yaml")],
+    file: Annotated[Path, typer.Argument(help="YAML, as configs/experiments/offsets.yaml")],
     out: Annotated[Path, typer.Option(help="folder of the runs")],
     results: Annotated[Path, typer.Option(help="file of measurements")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
@@ -32,7 +32,7 @@ def main(
     experiment = load_experiment(file, overrides or [])
     measured = read_results(experiment, results)
     run_experiment(experiment, out, measured, workers)
-    write_report(experiment, measured.of(experiment), document)
+    write_report(experiment, measured.of(experiment), measured.bases, document, file.stem)
 
 
 if __name__ == "__main__":

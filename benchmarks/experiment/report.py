@@ -2,106 +2,115 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from anchorline.files import save
 from anchorline.marked import MarkedPlace, read_marked
 from anchorline.page.figures import SERIES, draw_svg
 from benchmarks.experiment.effects import (
-    CONTROL,
-    MARGIN,
-    OTHERS,
-    PRECISION,
-    RELATIVITY,
-    SINK,
     Estimate,
-    Outcome,
+    correct,
+    detectable,
     estimate,
-    log_probability_at,
+    log_probability,
     read,
-    read_relativity,
-    recall_at,
-    seeds_for_power,
-    summarise,
+    table_of,
 )
 from benchmarks.experiment.recall import Measurement
 from benchmarks.experiment.spec import Run, TrainingExperiment
 
-ANSWER = MarkedPlace("<!-- answer made by benchmarks.experiment -->", "<!-- end of the answer -->")
-RESULTS = MarkedPlace("<!-- made by benchmarks.experiment -->", "<!-- end of benchmarks.experiment -->")
-# What an effect above 0, below 0, or neither means, as was agreed before the runs.
-SINK_READINGS = (
-    *("the anchor helps without any rounding", "the anchor hurts"),
-    "the anchor was not shown to help in exact arithmetic",
-)
-NO_PRECISION = "no part of its help was shown to be precision"
-PRECISION_READINGS = ("part of its help is precision", NO_PRECISION, NO_PRECISION)
-CONTROL_READINGS = ("not detected", "detected", "not detected")
-
 Measured = Mapping[Run, Measurement]
+Bases = Mapping[str, dict[str, Any]]
 
 
-def write_report(experiment: TrainingExperiment, measured: Measured, document: Path | None) -> None:
+def places_of(name: str) -> list[MarkedPlace]:
+    """Return where an experiment's answers and results stand in a page."""
+    parts = [f"{part} of {name}" for part in ("answers", "results")]
+    return [MarkedPlace(f"<!-- {part}, made by benchmarks.experiment -->", f"<!-- end of {part} -->") for part in parts]
+
+
+def write_report(
+    experiment: TrainingExperiment, measured: Measured, bases: Bases, document: Path | None, name: str
+) -> None:
     """Print the tables of what has been measured, or write them and a figure into a document.
 
     Args:
         experiment: its settings.
         measured: its measurements.
-        document: a Markdown file with the marks of answer and results; its figure goes into `figures/` next to it.
+        bases: what was measured of each seed's base.
+        document: a Markdown file with the marks of answers and results; its figure goes into `figures/` next to it.
+        name: of the experiment, in marks and figure.
 
     Raises:
         UserError: the document lacks the marks.
     """
-    answer = "\n".join(_answer(measured))
+    answers = "\n".join(_answers(experiment, measured, bases))
     if document is None:
-        print("\n".join([answer, "", *_results(experiment, measured, "")]))
+        print("\n".join([answers, "", *_results(experiment, measured, bases, "")]))
         return
-    text, figure = read_marked(document, [ANSWER, RESULTS]), Path("figures") / f"{document.stem}.svg"
+    places = places_of(name)
+    text, figure = read_marked(document, places), Path("figures") / f"{document.stem}-{name}.svg"
     (document.parent / figure).parent.mkdir(exist_ok=True)
     save(document.parent / figure, _draw(experiment, measured).encode())
-    text = RESULTS.put(ANSWER.put(text, answer), "\n".join(_results(experiment, measured, str(figure))))
-    save(document, text.encode())
+    results = "\n".join(_results(experiment, measured, bases, str(figure)))
+    save(document, places[1].put(places[0].put(text, answers), results).encode())
 
 
-def _answer(measured: Measured) -> Iterator[str]:
-    contrasts = (RELATIVITY, SINK, PRECISION, CONTROL)
-    relativity, sink, precision, control = (estimate(one, measured, log_probability_at()) for one in contrasts)
-    rows = [
-        ("Does broken relativity hurt?", relativity, read_relativity(relativity, control)),
-        ("Does an anchor help in exact arithmetic?", sink, read(sink, *SINK_READINGS)),
-        ("Does it help more in bfloat16, where relativity is broken?", precision, read(precision, *PRECISION_READINGS)),
-        ("Positive control: 1 bit against exact", control, read(control, *CONTROL_READINGS)),
-    ]
-    shown = [[question, "-" if of is None else str(of), reading] for question, of, reading in rows]
-    yield from _table(["question", "effect on the answers' log-probability, 95% interval", "answer"], shown)
-
-
-def _results(experiment: TrainingExperiment, measured: Measured, figure: str) -> Iterator[str]:
-    runs = list(experiment.runs())
-    yield f"{sum(run in measured for run in runs)} of {len(runs)} runs are measured."
-    if not measured:
-        return
+def _answers(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> Iterator[str]:
+    runs, failed = list(experiment.runs()), sum(not base["passed"] for base in bases.values())
+    done = f"{sum(run in measured for run in runs)} of {len(runs)} runs are measured"
+    yield f"{done}; {failed} of {len(bases)} bases did not pass the gate and are left out."
     yield ""
-    yield f"![Recall by distance, arithmetic and mask, with 95% intervals]({figure})"
-    distances = sorted(experiment.measure.distances)
-    numbers = range(len(distances))
-    yield ""
-    recalls = (f"recall at {distance}" for distance in distances)
-    head = ["arithmetic", "mask", "seeds", *recalls, "mean", "log-probability"]
-    yield from _table(head, [_cell(measured, cell, numbers) for cell in _cells(experiment, measured)])
-    yield ""
+    effects = [estimate(table_of(contrast, measured), experiment.level) for contrast in experiment.contrasts]
+    corrected = correct([1.0 if effect is None else effect.p for effect in effects])
     rows = []
-    for contrast in (RELATIVITY, SINK, PRECISION, CONTROL, *OTHERS):
-        outcomes = [log_probability_at(), recall_at(), *map(log_probability_at, numbers)]
-        taken = [of for outcome in outcomes if (of := estimate(contrast, measured, outcome)) is not None]
-        if taken and len(taken[0].each) > 1:
-            spread = taken[0].deviation
-            power = f"{spread:.4f}, {seeds_for_power(spread, MARGIN)}"
-            rows.append([contrast.name, str(taken[0]), str(taken[1]), power, *(f"{of.mean:+.4f}" for of in taken[2:])])
-    power = f"deviation, seeds for 80% power at {MARGIN:g}"
-    at = (f"at {distance}" for distance in distances)
-    yield from _table(["contrast", "log-probability", "recall", power, *at], rows)
+    for contrast, effect, p in zip(experiment.contrasts, effects, corrected, strict=True):
+        shown = ["-"] * 4 if effect is None or effect.seeds < 2 else _shown(effect, p)
+        rows.append([contrast.question, *shown, read(contrast, effect, p)])
+    head = ["question", "effect, nats, 95% interval", "seeds", "p by Holm", "80% power at", "answer"]
+    yield from _table(head, rows)
+
+
+def _shown(effect: Estimate, p: float) -> list[str]:
+    power = detectable(effect.deviation, effect.seeds, effect.level)
+    return [str(effect), f"{effect.seeds}", f"{p:.4f}", f"{power:.5f}"]
+
+
+def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases, figure: str) -> Iterator[str]:
+    if not measured:
+        yield "Nothing is measured yet."
+        return
+    distances = sorted(experiment.measure.distances)
+    yield f"![The answers' log-probability by distance, arithmetic and mask, with 95% intervals]({figure})"
+    yield ""
+    head = ["arithmetic", "mask", "seeds", *(f"at {distance}" for distance in distances), "mean", "without BOS", "sink"]
+    yield from _table(head, [_cell(measured, cell, len(distances)) for cell in _cells(experiment, measured)])
+    yield ""
+    head = ["contrast", *(f"at {distance}" for distance in distances), "rows without BOS"]
+    rows = []
+    for contrast in experiment.contrasts:
+        tables = [table_of(contrast, measured, distance=number) for number in range(len(distances))]
+        tables.append(table_of(contrast, measured, "no_bos"))
+        effects = [estimate(table, experiment.level) for table in tables]
+        rows.append([contrast.question, *("-" if of is None else str(of) for of in effects)])
+    yield from _table(head, rows)
+    yield ""
+    head = ["bits", "logits' error, rounded before RoPE", "after RoPE", "probabilities moved, before", "after"]
+    rows = []
+    for bits in experiment.noise:
+        names = [f"bits{bits}_{place}{what}" for what in ("", " probabilities") for place in ("before", "after")]
+        means = [np.mean([base["noise"][name] for base in bases.values()]) for name in names]
+        rows.append([f"{bits}", *(f"{mean:.3g}" for mean in means)])
+    yield from _table(head, rows)
+    yield ""
+    sinks, nats = ([base[name] for base in bases.values()] for name in ("sink", "nats"))
+    yield (
+        f"Of {len(bases)} bases: the largest share of attention on BOS in a head is {min(sinks):.2f} to "
+        f"{max(sinks):.2f}, the loss at answers {min(nats):.4f} to {max(nats):.4f}."
+    )
 
 
 def _cells(experiment: TrainingExperiment, measured: Measured) -> list[tuple[str, str]]:
@@ -109,14 +118,15 @@ def _cells(experiment: TrainingExperiment, measured: Measured) -> list[tuple[str
     return [cell for cell in cells if any(run[:2] == cell for run in measured)]
 
 
-def _over_seeds(measured: Measured, cell: tuple[str, str], outcome: Outcome) -> Estimate:
-    return summarise("", [outcome(one) for run, one in measured.items() if run[:2] == cell])
+def _of(measured: Measured, cell: tuple[str, str], *of: Any) -> np.ndarray:
+    return np.array([log_probability(one, *of) for run, one in measured.items() if run[:2] == cell])
 
 
-def _cell(measured: Measured, cell: tuple[str, str], numbers: Sequence[int]) -> list[str]:
-    recalls = [_over_seeds(measured, cell, recall_at(number)) for number in (*numbers, None)]
-    nats = _over_seeds(measured, cell, log_probability_at())
-    return [*cell, f"{len(nats.each)}", *(f"{of.mean:.3f}" for of in recalls), f"{nats.mean:.4f}"]
+def _cell(measured: Measured, cell: tuple[str, str], distances: int) -> list[str]:
+    at = [_of(measured, cell, "bos", number).mean() for number in range(distances)]
+    both = [_of(measured, cell, opening).mean() for opening in ("bos", "no_bos")]
+    sinks = [one.sink for run, one in measured.items() if run[:2] == cell]
+    return [*cell, f"{len(sinks)}", *(f"{of:.4f}" for of in (*at, *both)), f"{np.mean(sinks):.2f}"]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -127,7 +137,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _draw(experiment: TrainingExperiment, measured: Measured) -> str:
-    """Draw recall by distance with intervals: a panel for each arithmetic, a line for each mask."""
+    """Draw log-probability by distance with intervals: a panel for each arithmetic, a line for each mask."""
     distances = sorted(experiment.measure.distances)
     variants = list(dict.fromkeys(variant for of in experiment.cells.values() for variant in of))
 
@@ -138,16 +148,16 @@ def _draw(experiment: TrainingExperiment, measured: Measured) -> str:
                 if cell[0] != arithmetic:
                     continue
                 number = variants.index(cell[1])
-                recalls = [_over_seeds(measured, cell, recall_at(place)) for place in range(len(distances))]
-                half = [of.high - of.mean if len(of.each) > 1 else 0.0 for of in recalls]
-                shifted = [distance + 8 * (number - 1.5) for distance in distances]
-                means = [of.mean for of in recalls]
-                style = {"color": SERIES[number], "label": cell[1], "marker": "o", "markersize": 3, "capsize": 2}
-                axes.errorbar(shifted, means, yerr=half, linewidth=1.2, **style)
+                effects = [estimate(_of(measured, cell, "bos", place), 0.95) for place in range(len(distances))]
+                half = [of.half if of is not None and of.seeds > 1 else 0.0 for of in effects]
+                means = [of.mean for of in effects if of is not None]
+                shifted = [place + 0.08 * (number - len(variants) / 2) for place in range(len(distances))]
+                style = {"color": SERIES[number % len(SERIES)], "label": cell[1], "marker": "o", "markersize": 3}
+                axes.errorbar(shifted, means, yerr=half, linewidth=1.2, capsize=2, **style)
             axes.set_title(arithmetic, fontsize=8.5)
             axes.set_xlabel("distance, tokens")
-            axes.set_xticks(distances)
-        panels[0].set_ylabel("recall")
+            axes.set_xticks(range(len(distances)), map(str, distances), fontsize=6)
+        panels[0].set_ylabel("log-probability")
         if measured:
             lines = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels)
             named = {label: line for panel in lines for line, label in panel}

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,40 +21,45 @@ import numpy as np
 from anchorline.environment import end_with_parent
 from anchorline.errors import UserError
 from anchorline.files import read_json, replace_file
-from benchmarks.experiment.facts import BOS, EOS, UNKNOWN, make_rows, vocabulary, write_documents
-from benchmarks.experiment.recall import Measurement, measure
-from benchmarks.experiment.spec import Run, TrainingExperiment
+from benchmarks.experiment.documents import make_rows, with_bos, write_documents
+from benchmarks.experiment.recall import Measurement, load, measure, noise_of, sink_of
+from benchmarks.experiment.spec import BOS_EACH, Run, TrainingExperiment
+from benchmarks.experiment.words import BOS, EOS, UNKNOWN, vocabulary
 from torchtrain.config import Config
 
 
 @dataclass
 class Results:
-    """The measurements so far. `experiment` is dumped; `gate` holds the recall of each base."""
+    """The measurements so far. `experiment` is dumped; `bases` holds what was measured of each seed's base."""
 
     file: Path
     experiment: dict[str, Any]
-    measured: dict[str, Measurement]  # by the names of runs
-    gate: dict[str, Any] | None = None
+    measured: dict[str, Measurement] = field(default_factory=dict)  # by the names of runs
+    bases: dict[str, dict[str, Any]] = field(default_factory=dict)  # by seed
 
     def of(self, experiment: TrainingExperiment) -> dict[Run, Measurement]:
         """Return the measurements of an experiment's runs."""
         return {run: self.measured[run.name] for run in experiment.runs() if run.name in self.measured}
 
-    def forget_unfinished_seeds(self, experiment: TrainingExperiment) -> None:
-        """Remove the measurements of each seed that lacks some of the experiment's runs."""
-        unfinished = {run.seed for run in experiment.runs() if run.name not in self.measured}
-        for run in experiment.runs():
-            if run.seed in unfinished:
-                self.measured.pop(run.name, None)
+    def left(self, experiment: TrainingExperiment, seed: int) -> list[Run]:
+        """Return the runs of a seed that are not measured; none, if its base did not pass."""
+        if not self.bases.get(str(seed), {}).get("passed", True):
+            return []
+        return [run for run in experiment.runs_of(seed) if run.name not in self.measured]
+
+    def forget(self, experiment: TrainingExperiment, seed: int) -> None:
+        """Remove the measurements of a seed."""
+        self.bases.pop(str(seed), None)
+        for run in experiment.runs_of(seed):
+            self.measured.pop(run.name, None)
 
     def save(self) -> None:
         """Write the file."""
-        about = [
-            f'"{name}": {json.dumps(held)},' for name, held in (("experiment", self.experiment), ("gate", self.gate))
-        ]
-        lines = [f'"{name}": {one.model_dump_json()}' for name, one in sorted(self.measured.items())]
+        bases = [f'"{seed}": {json.dumps(one)}' for seed, one in sorted(self.bases.items(), key=lambda of: int(of[0]))]
+        runs = [f'"{name}": {one.model_dump_json()}' for name, one in sorted(self.measured.items())]
+        parts = ["{", f'"experiment": {json.dumps(self.experiment)},', '"bases": {', ",\n".join(bases), "},"]
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self.file, "\n".join(["{", *about, '"measured": {', ",\n".join(lines), "}}", ""]).encode())
+        replace_file(self.file, "\n".join([*parts, '"measured": {', ",\n".join(runs), "}}", ""]).encode())
 
 
 def read_results(experiment: TrainingExperiment, file: Path) -> Results:
@@ -65,13 +70,13 @@ def read_results(experiment: TrainingExperiment, file: Path) -> Results:
     """
     dumped = experiment.model_dump(mode="json")
     if not file.is_file():
-        return Results(file, dumped, {})
+        return Results(file, dumped)
     content = read_json(file, "--results")
     for name, value in experiment.same.items():
-        if content["experiment"][name] != value:
+        if content["experiment"].get(name) != value:
             raise UserError(f"--results {file}: is of an experiment with another {name}; choose another file")
     measured = {name: Measurement.model_validate(one) for name, one in content["measured"].items()}
-    return Results(file, dumped, measured, content.get("gate"))
+    return Results(file, dumped, measured, content["bases"])
 
 
 @dataclass(frozen=True)
@@ -80,55 +85,57 @@ class Folder:
 
     path: Path
 
-    def documents(self, stage: int) -> Path:
-        """The documents of a stage, by its number in `stages`."""
+    def documents(self, stage: int | str) -> Path:
+        """The documents of a stage of pretraining, by its number; of a seed's runs by `extend-` and the seed."""
         return self.path / f"documents-{stage}.jsonl"
 
-    def base(self, number: int) -> Path:
+    def base(self, seed: int) -> Path:
         """A pretrained model."""
-        return self.path / "bases" / str(number) / "model"
+        return self.path / "bases" / str(seed) / "model"
 
 
 def run_experiment(experiment: TrainingExperiment, out: Path, results: Results, workers: int) -> None:
-    """Pretrain the bases, check them, then train and measure every run that the results lack.
+    """Pretrain and check the base of each seed, then train and measure every run of it that the results lack.
 
-    Runs of a seed are compared, so they must begin from one base. Where the folder has no bases, a seed of which the
-    results hold only some runs is begun again.
+    Runs of a seed are compared, so they must begin from one base. A seed of which the results hold only some runs is
+    begun again where the folder has no base of it.
 
     Args:
         experiment: what is run.
         out: a folder; experiments with other settings have other folders in it.
         results: get each measurement as soon as its run is done.
         workers: processes, of one thread each.
-
-    Raises:
-        SystemExit: a base does not recall.
     """
     folder = Folder(out.resolve() / hashlib.sha256(json.dumps(experiment.same).encode()).hexdigest()[:16])
-    absent = [n for n in range(experiment.bases) if not folder.base(n).is_dir()]
-    if absent:
-        results.forget_unfinished_seeds(experiment)
-    left = [run for run in experiment.runs() if run.name not in results.measured]
-    if not left:
+    seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
+    seeds = [seed for seed in seeds if results.left(experiment, seed)]
+    if not seeds:
         return
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    for seed in seeds:
+        if not folder.base(seed).is_dir():
+            results.forget(experiment, seed)
+    os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         try:
-            stages = [n for n in range(len(experiment.stages)) if not folder.documents(n).is_file()]
+            stages = [n for n in range(len(experiment.pretrain)) if not folder.documents(n).is_file()]
             list(pool.map(_make_documents, [(experiment, folder, stage) for stage in stages]))
-            list(pool.map(_make_base, [(experiment, folder, n) for n in absent]))
-            if absent or results.gate is None:
-                results.gate = _measure_gate(experiment, folder)
-                results.save()
-            check_gate(experiment, results.gate)
-            begun, at_work = time.monotonic(), {pool.submit(_take_run, experiment, folder, run): run for run in left}
-            for done, one in enumerate(as_completed(at_work), start=1):
-                run, measured = at_work[one], one.result()
-                results.measured[run.name] = measured
-                results.save()
-                hours = (time.monotonic() - begun) / done * (len(left) - done) / 3600
-                recalled = " ".join(f"{x:.3f}" for x in np.mean(measured.recall, axis=0))
-                print(f"{run.name}: recall {recalled} · {done} of {len(left)} · about {hours:.1f} h left", flush=True)
+            for some in (seeds[first : first + workers] for first in range(0, len(seeds), workers)):
+                absent = [seed for seed in some if str(seed) not in results.bases]
+                made = pool.map(_make_base, [(experiment, folder, seed) for seed in absent])
+                for seed, base in zip(absent, made, strict=True):
+                    results.bases[str(seed)] = base
+                    results.save()
+                    print(f"base {seed}: {json.dumps(base)}", flush=True)
+                begun = time.monotonic()
+                left = [run for seed in some for run in results.left(experiment, seed)]
+                at_work = {pool.submit(_take_run, experiment, folder, run): run for run in left}
+                for done, one in enumerate(as_completed(at_work), start=1):
+                    run, measured = at_work[one], one.result()
+                    results.measured[run.name] = measured
+                    results.save()
+                    minutes = (time.monotonic() - begun) / done * (len(left) - done) / 60
+                    nats = " ".join(f"{x:.4f}" for x in np.mean(measured.bos.nats, axis=1))
+                    print(f"{run.name}: {nats} · {minutes:.0f} min left of seeds {some}", flush=True)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -136,19 +143,37 @@ def run_experiment(experiment: TrainingExperiment, out: Path, results: Results, 
 
 def _make_documents(task: tuple[TrainingExperiment, Folder, int]) -> None:
     experiment, folder, number = task
-    write_documents(experiment.facts, experiment.stages[number], number, folder.documents(number))
+    write_documents(experiment.task, experiment.pretrain[number], [number], folder.documents(number), None)
 
 
-def _make_base(task: tuple[TrainingExperiment, Folder, int]) -> None:
-    experiment, folder, number = task
-    source = folder.base(number).parent / "beginning"
-    write_beginning(experiment, number, source)
-    for n, stage in enumerate(experiment.pretrain):
-        run = folder.base(number).parent / f"run-{n}"
-        config = stage.config(Run("exact", "full", number), run, source, folder.documents(n), folder.path / "cache")
-        _train(config, run)
-        source = run / "model"
-    source.rename(folder.base(number))
+def _make_base(task: tuple[TrainingExperiment, Folder, int]) -> dict[str, Any]:
+    experiment, folder, seed = task
+    base, begun = folder.base(seed), time.monotonic()
+    if not base.is_dir():
+        source = base.parent / "beginning"
+        write_beginning(experiment, seed, source)
+        for n, stage in enumerate(experiment.pretrain):
+            run = base.parent / f"run-{n}"
+            config = stage.config(Run("exact", "full", seed), run, source, folder.documents(n), folder.path / "cache")
+            _train(config, run)
+            source = run / "model"
+        source.rename(base)
+    corpus = folder.documents(f"extend-{seed}")
+    config = experiment.extend.config(Run("exact", "full", seed), base, base, corpus, folder.path / "cache")
+    write_documents(experiment.task, experiment.extend, [len(experiment.pretrain), seed], corpus, config)
+    tokens, gate = experiment.pretrain[-1].row_tokens, experiment.gate
+    rows = make_rows(experiment, tokens, gate.distances, experiment.measure.rows)
+    model = load(base, "exact")
+    nats = float(np.mean(measure([base], "exact", rows).nats))
+    noise, sink = noise_of(model, rows, experiment.noise), sink_of(model, rows)
+    seconds = round(time.monotonic() - begun, 1)
+    return {
+        "nats": nats,
+        "passed": nats <= gate.nats and sink >= gate.sink,
+        "sink": sink,
+        "noise": noise,
+        "seconds": seconds,
+    }
 
 
 def write_beginning(experiment: TrainingExperiment, seed: int, folder: Path) -> None:
@@ -157,7 +182,7 @@ def write_beginning(experiment: TrainingExperiment, seed: int, folder: Path) -> 
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words, shape = vocabulary(experiment.facts), experiment.model
+    words, shape = vocabulary(experiment.task), experiment.model
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN)
@@ -169,8 +194,9 @@ def write_beginning(experiment: TrainingExperiment, seed: int, folder: Path) -> 
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.heads,
-        max_position_embeddings=experiment.pretrain[-1].row_tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        head_dim=shape.head_size,
+        max_position_embeddings=experiment.extend.row_tokens,
+        rope_parameters={"rope_type": "default", "rope_theta": experiment.theta},
         bos_token_id=words.index(BOS),
         eos_token_id=words.index(EOS),
         tie_word_embeddings=False,
@@ -179,33 +205,24 @@ def write_beginning(experiment: TrainingExperiment, seed: int, folder: Path) -> 
     fast.save_pretrained(folder)
 
 
-def _measure_gate(experiment: TrainingExperiment, folder: Folder) -> dict[str, Any]:
-    shape, tokens = experiment.measure, experiment.pretrain[-1].row_tokens
-    rows = make_rows(experiment.facts, tokens, experiment.gate.distances, 2 * shape.rows, shape.queries)
-    recalls, _ = measure([folder.base(n) for n in range(experiment.bases)], "exact", rows)
-    return {"bases": [{"recall": recall} for recall in recalls]}
-
-
-def check_gate(experiment: TrainingExperiment, measured: dict[str, Any]) -> None:
-    """Print the recall of each base, and end where one is too low."""
-    for number, base in enumerate(measured["bases"]):
-        recall = np.mean(base["recall"])
-        print(f"base {number}: recall {recall:.3f}", flush=True)
-        if recall < experiment.gate.recall:
-            raise SystemExit(f"the gate asks for a recall of {experiment.gate.recall}: pretrain longer, or more layers")
-
-
 def _take_run(experiment: TrainingExperiment, folder: Folder, run: Run) -> Measurement:
-    place, begun = folder.path / "runs" / run.name, time.monotonic()
-    base = folder.base(run.seed % experiment.bases)
-    stage, shape = experiment.extend, experiment.measure
-    config = stage.config(run, place, base, folder.documents(len(experiment.pretrain)), folder.path / "cache")
+    place, begun, corpus = folder.path / "runs" / run.name, time.monotonic(), folder.documents(f"extend-{run.seed}")
+    corpus = with_bos(corpus) if run.variant.endswith(BOS_EACH) else corpus
+    config = experiment.extend.config(run, place, folder.base(run.seed), corpus, folder.path / "cache")
     losses = _train(config, place)
-    rows = make_rows(experiment.facts, stage.row_tokens, shape.distances, shape.rows, shape.queries)
-    recalled, nats = measure([*sorted((place / "exports").iterdir()), place / "model"], run.arithmetic, rows)
-    tenths = [float(part.mean()) for part in np.array_split(np.array(losses), min(10, len(losses)))]
+    rows = make_rows(experiment, experiment.extend.row_tokens, experiment.measure.distances, experiment.measure.rows)
+    models = [*sorted((place / "exports").iterdir()), place / "model"]
+    tenths = [round(float(part.mean()), 6) for part in np.array_split(np.array(losses), min(10, len(losses)))]
+    measured = Measurement(
+        bos=measure(models, run.arithmetic, rows),
+        no_bos=measure(models, run.arithmetic, rows.without_bos()),
+        exact=measure(models, "exact", rows),
+        sink=sink_of(load(place / "model", "exact"), rows),
+        losses=tenths,
+        seconds=round(time.monotonic() - begun, 1),
+    )
     shutil.rmtree(place)
-    return Measurement(recall=recalled, nats=nats, losses=tenths, seconds=time.monotonic() - begun)
+    return measured
 
 
 def _train(config: Config, folder: Path) -> Sequence[float]:

@@ -1,28 +1,28 @@
-"""The settings of an experiment: a small model, synthetic documents, stages of training, and runs that differ only in
-arithmetic, mask and seed.
+"""The settings of an experiment: a small model, synthetic documents, stages of training, runs that differ only in
+arithmetic, mask and seed, and the contrasts that are drawn between them.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from anchorline import settings
 from torchtrain.config import Config
-from torchtrain.config.section import Count, Name, Section, Share
+from torchtrain.config.section import Count, Name, PositiveShare, Real, Section, Share
 
-Variant = Literal["full", "intra", "intra_reset", "anchor"]
-Arithmetic = Literal["exact", "bf16_before", "bf16_after", "bits1_before", "bits1_after"]
+BOS_EACH = "+bos"  # every document opens with BOS
+Variant = Annotated[str, Field(pattern=r"^(full|intra|intra_reset|anchor)(\+tag|\+interleave|\+bos)*$")]
+Arithmetic = Annotated[str, Field(pattern=r"^(exact|bits[1-9]_(before|after))$")]
 
-# What each arithmetic sets in a run's `model`; all else is float32.
-ARITHMETICS: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "bf16_before": {"round_qk": "before_rope", "round_qk_bits": 7},
-    "bf16_after": {"round_qk": "after_rope", "round_qk_bits": 7},
-    "bits1_before": {"round_qk": "before_rope", "round_qk_bits": 1},
-    "bits1_after": {"round_qk": "after_rope", "round_qk_bits": 1},
-}
+
+def rounding(arithmetic: str) -> dict[str, Any]:
+    """Return what an arithmetic sets in a run's `model`; all else is float32. bfloat16 stores 7 bits."""
+    if arithmetic == "exact":
+        return {}
+    bits, place = arithmetic.removeprefix("bits").split("_")
+    return {"round_qk": f"{place}_rope", "round_qk_bits": int(bits)}
 
 
 class Run(NamedTuple):
@@ -44,21 +44,39 @@ class ShapeConfig(Section):
     layers: Count = Field(default=2, description="decoder layers")
     width: Count = Field(default=128, description="of the residual stream")
     heads: Count = Field(default=4, description="of queries, keys and values")
+    head_size: Count = Field(default=32, description="of queries, keys and values")
     inner: Count = Field(default=352, description="width of the MLP")
 
 
-class FactsConfig(Section):
-    """What documents are made of."""
+class WordsConfig(Section):
+    """What documents of any task are made of."""
 
-    keys: Count = Field(default=128, description="that facts may be about")
-    values: Count = Field(default=64, description="of each key, its own")
-    filler: Annotated[int, Field(ge=4, le=65_536)] = Field(default=61, description="words of the Markov chain")
+    filler: Annotated[int, Field(ge=4, le=65_536)] = Field(default=29, description="words of the Markov chain")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="of documents and of the rows that are measured")
+
+
+class FactsConfig(WordsConfig):
+    """Documents of facts and questions about keys."""
+
+    kind: Literal["facts"]
+    keys: Count = Field(description="that facts may be about")
+    keys_each: Count = Field(description="keys of a document of the extension; those of a row share none")
+    values: Count = Field(description="of each key, its own")
     fact_share: Share = Field(default=0.7, description="how often a fact or a question is drawn instead of filler")
     new_share: Share = Field(default=0.3, description="share of facts among these")
     absent_share: Share = Field(default=0.25, description="share of questions about keys without a fact among these")
-    seed: int = Field(
-        default=0, ge=0, lt=2**32, description="of the documents and of the rows in which recall is measured"
-    )
+
+
+class OffsetsConfig(WordsConfig):
+    """Documents that ask what stood some tokens back."""
+
+    kind: Literal["offsets"]
+    distances: list[Count] = Field(min_length=1, description="that are asked for, each by a word of its own")
+    spread: Count = Field(description="neighbouring tokens among which the answer is drawn")
+    question_share: Share = Field(description="how often a question is drawn instead of filler, where one can be")
+
+
+Task = Annotated[FactsConfig | OffsetsConfig, Field(discriminator="kind")]
 
 
 class StageConfig(Section):
@@ -68,7 +86,7 @@ class StageConfig(Section):
         strict=False, description="tokens: least and most, drawn evenly in the logarithm"
     )
     full_share: Share = Field(default=0.0, description="share of the documents that fill a row")
-    corpus_tokens: Count = Field(description="of all documents; every seed reads others of them, in another order")
+    corpus_tokens: Count = Field(description="of all documents")
     run: dict[str, Any] = Field(description="a run's config, without the settings that the experiment makes")
 
     @property
@@ -89,35 +107,51 @@ class StageConfig(Section):
         Raises:
             UserError: `run` does not fit a run's schema.
         """
+        source_of = {"files": str(corpus), "domain": "source"}
         ours: dict[str, dict[str, Any]] = {
             "run": {"folder": str(folder), "seed": cell.seed},
-            "model": {"source": str(source), "dtype": "float32", **ARITHMETICS[cell.arithmetic]},
-            "pack": {"variant": cell.variant},
-            "data": {"sources": [{"files": str(corpus)}], "cache": str(cache), "append_eos": False},
+            "model": {"source": str(source), "dtype": "float32", **rounding(cell.arithmetic)},
+            "pack": {"variant": cell.variant.removesuffix(BOS_EACH), "tag_template": "{domain}"},
+            "data": {"sources": [source_of], "cache": str(cache), "append_eos": False},
         }
         tree = self.run | {section: self.run.get(section, {}) | values for section, values in ours.items()}
         return settings.validate(Config, tree, "run")
 
 
-Distances = Annotated[
-    list[Annotated[int, Field(ge=8, multiple_of=4)]],
-    Field(min_length=1, description="tokens from a fact to its question"),
-]
+Distances = Annotated[list[Count], Field(min_length=1, description="from what tells an answer to the answer")]
 
 
 class MeasureConfig(Section):
-    """How recall is measured, in plain causal rows of one document each."""
+    """How answers are measured, in plain causal rows of one document each."""
 
     distances: Distances
-    rows: Count = Field(default=32, description="that are read")
-    queries: Count = Field(default=7, description="of each distance, in each row")
+    rows: Count = Field(default=32, description="that are read, once with BOS and once without")
+    queries: Count = Field(default=1, description="of each distance, in each row, at least")
 
 
 class GateConfig(Section):
-    """What a base must do before anything else is run."""
+    """What a base must do. A seed whose base does not is left out, and counted."""
 
     distances: Distances
-    recall: Share = Field(default=0.9, description="least mean recall over the distances")
+    nats: Real = Field(description="largest mean loss at answers, over the distances")
+    sink: Share = Field(default=0.0, description="smallest share of its attention that some head gives to BOS")
+
+
+class Contrast(Section):
+    """A question that compares runs of a seed: the sum of some cells less the sum of as many others."""
+
+    question: Name
+    plus: list[str] = Field(min_length=1, description="cells, as bits7_after/intra")
+    minus: list[str] = Field(min_length=1, description="cells that are subtracted")
+    above: Name = Field(default="yes", description="the reading if its interval is above 0")
+    below: Name = Field(default="no: it hurts", description="the reading if its interval is below 0")
+    neither: Name = Field(default="not shown", description="the reading if it holds 0")
+
+    @property
+    def weights(self) -> dict[tuple[str, str], int]:
+        """Of (arithmetic, variant)."""
+        signed = [(cell, 1) for cell in self.plus] + [(cell, -1) for cell in self.minus]
+        return {(cell.split("/")[0], cell.split("/")[1]): sign for cell, sign in signed}
 
 
 class TrainingExperiment(Section):
@@ -125,31 +159,40 @@ class TrainingExperiment(Section):
 
     title: Name = Field(description="of the report")
     model: ShapeConfig = Field(default=ShapeConfig(), description="the model that is trained")
-    facts: FactsConfig = Field(default=FactsConfig(), description="what its documents are made of")
+    task: Task = Field(description="what documents ask")
+    theta: Real = Field(default=1e4, description="RoPE's base while bases are pretrained")
     pretrain: list[StageConfig] = Field(min_length=1, description="stages of a base, one after another")
     extend: StageConfig = Field(description="the stage in which runs differ")
-    bases: Count = Field(default=2, description="models that are pretrained; seed s extends base s mod bases")
     cells: dict[Arithmetic, list[Variant]] = Field(min_length=1, description="masks that are tried in each arithmetic")
+    first_seed: int = Field(default=0, ge=0, lt=2**31, description="each seed has a base and documents of its own")
     seeds: Count = Field(description="runs of each cell")
     gate: GateConfig = Field(description="what a base must do")
-    measure: MeasureConfig = Field(description="how recall is measured")
+    measure: MeasureConfig = Field(description="how answers are measured")
+    noise: list[Annotated[int, Field(ge=1, le=9)]] = Field(description="bits whose errors of scores are measured")
+    contrasts: list[Contrast] = Field(min_length=1, description="the family that Holm's correction is over")
+    level: PositiveShare = Field(default=0.95, description="of intervals")
+
+    @model_validator(mode="after")
+    def _contrasts_are_of_cells(self) -> Self:
+        for contrast in self.contrasts:
+            if len(contrast.plus) != len(contrast.minus):
+                raise ValueError(f"contrasts: {contrast.question!r} does not subtract as many cells as it adds")
+        return self
 
     @property
     def same(self) -> dict[str, Any]:
         """The settings in which runs must agree to be compared."""
-        return self.model_dump(mode="json", exclude={"cells", "seeds", "title"})
-
-    @property
-    def stages(self) -> list[StageConfig]:
-        """All stages, the extension last."""
-        return [*self.pretrain, self.extend]
+        others = {"cells", "first_seed", "seeds", "title", "contrasts", "level"}
+        return self.model_dump(mode="json", exclude=others)
 
     def runs(self) -> Iterator[Run]:
         """Yield the runs in the order in which they are taken: all cells of a seed, then of the next."""
-        for seed in range(self.seeds):
-            for arithmetic, variants in self.cells.items():
-                for variant in variants:
-                    yield Run(arithmetic, variant, seed)
+        for seed in range(self.first_seed, self.first_seed + self.seeds):
+            yield from self.runs_of(seed)
+
+    def runs_of(self, seed: int) -> list[Run]:
+        """Return the runs of a seed."""
+        return [Run(form, variant, seed) for form, variants in self.cells.items() for variant in variants]
 
 
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> TrainingExperiment:
@@ -159,6 +202,6 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> TrainingExperi
         UserError: one line that names what does not fit, also in `run`.
     """
     experiment = settings.load(TrainingExperiment, path, overrides, example="seeds=10")
-    for stage in experiment.stages:
+    for stage in (*experiment.pretrain, experiment.extend):
         stage.config(next(experiment.runs()), *map(Path, ("runs/experiment", "model", "documents.jsonl", "cache")))
     return experiment

@@ -1,4 +1,4 @@
-"""`benchmarks.experiment`: its documents and rows, a whole tiny experiment, and its page."""
+"""`benchmarks.experiment`: its documents and rows, a whole tiny experiment, its page, and what recomputes it."""
 
 import json
 import shutil
@@ -10,95 +10,173 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from benchmarks.experiment import running
+from anchorline import settings
+from benchmarks.experiment import facts, running
 from benchmarks.experiment.__main__ import app
-from benchmarks.experiment.facts import make_rows, vocabulary, write_documents
-from benchmarks.experiment.recall import Measurement
-from benchmarks.experiment.running import check_gate, read_results
-from benchmarks.experiment.spec import FactsConfig, Run, StageConfig, load_experiment
+from benchmarks.experiment.documents import make_rows, with_bos, write_documents
+from benchmarks.experiment.recall import Answers, Measurement, load, noise_of, scores_of, sink_of
+from benchmarks.experiment.report import write_report
+from benchmarks.experiment.running import Results, read_results, write_beginning
+from benchmarks.experiment.spec import FactsConfig, Run, TrainingExperiment, load_experiment
+from benchmarks.experiment.words import vocabulary
+from torchtrain.data.dataset import PackedRows, split_documents
+from torchtrain.data.packing import random_stream
+from torchtrain.data.store import Documents
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ROOT / "configs" / "experiments" / "relativity.yaml"
-FACTS = FactsConfig(keys=40, values=8, filler=8)
+CONFIGS = sorted((ROOT / "configs" / "experiments").glob("*.yaml"))
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "training-experiment.md"
 RUN = {
     "model": {"attention": "sdpa"},
     "train": {"steps": 2, "sequences_per_step": 2, "micro_batch": 2, "learning_rate": 1e-3},
     "data": {"held_out_share": 0.1},
     "held_out": {"sequences": 1},
 }
+OFFSETS = {"kind": "offsets", "filler": 8, "distances": [2, 16], "spread": 2, "question_share": 0.3}
 TINY = {
     "title": "tiny",
-    "model": {"layers": 1, "width": 16, "heads": 2, "inner": 16},
-    "facts": FACTS.model_dump(),
+    "model": {"layers": 1, "width": 16, "heads": 2, "head_size": 8, "inner": 16},
+    "task": {"kind": "facts", "keys": 80, "keys_each": 8, "values": 2, "filler": 8},
     "pretrain": [
         {
             "documents": [20, 40],
             "corpus_tokens": 2000,
-            "run": RUN | {"pack": {"sequence_length": tokens, "last": "drop"}, "save": {"every": 0}},
+            "run": RUN | {"pack": {"sequence_length": 64, "last": "drop"}, "save": {"every": 0}},
         }
-        for tokens in (32, 64)
     ],
     "extend": {
         "documents": [20, 80],
         "full_share": 0.1,
         "corpus_tokens": 4000,
-        "run": RUN
-        | {"rope": {"type": "ntk"}, "pack": {"sequence_length": 128, "last": "drop"}, "save": {"every": 1, "last": 2}},
+        "run": RUN | {"pack": {"sequence_length": 128, "strategy": "best_fit"}, "save": {"every": 1, "last": 2}},
     },
-    "bases": 1,
-    "cells": {"exact": ["intra", "anchor"], "bf16_after": ["intra"]},
-    "seeds": 1,
-    "gate": {"distances": [24], "recall": 0.0},
+    "cells": {"exact": ["intra", "intra+bos"], "bits7_after": ["anchor+tag"]},
+    "seeds": 2,
+    "gate": {"distances": [16], "nats": 100.0},
     "measure": {"distances": [16, 64], "rows": 2, "queries": 2},
+    "noise": [2],
+    "contrasts": [{"question": "BOS?", "plus": ["exact/intra+bos"], "minus": ["exact/intra"]}],
 }
 
 
-def test_a_query_has_one_fact_at_its_distance():
-    rows = make_rows(FACTS, 128, [16, 64], 3, 2)
-    again = make_rows(FACTS, 128, [16, 64], 3, 2)
+def experiment_of(**changed) -> TrainingExperiment:
+    return settings.validate(TrainingExperiment, TINY | changed, "tiny")
+
+
+def test_a_question_about_a_key_has_one_fact_at_its_distance():
+    rows, again = (make_rows(experiment_of(), 128, [16, 64], 3) for _ in range(2))
     assert np.array_equal(rows.input_ids, again.input_ids)
-    for ids, queries, distances in zip(rows.input_ids, rows.queries, rows.distances, strict=True):
-        assert sorted(distances) == [16, 16, 64, 64]
+    assert rows.distance.tolist() == [16] * 6 + [64] * 6
+    for row, place, distance, (answer,) in zip(rows.row, rows.place, rows.distance, rows.answers, strict=True):
+        ids = rows.input_ids[row]
         assert ids[0] == 0
-        for query, distance in zip(queries, distances, strict=True):
-            assert np.flatnonzero(ids == ids[query]).tolist() == [query]
-            assert np.flatnonzero(ids == ids[query + 1]).tolist() == [query - distance, query + 1]
+        assert np.flatnonzero(ids == ids[place]).tolist() == [place]
+        assert np.flatnonzero(ids == answer).tolist() == [place + 1 - distance, place + 1]
+    other = rows.without_bos()
+    assert (other.input_ids[:, 0] != 0).all()
+    assert np.array_equal(other.input_ids[:, 1:], rows.input_ids[:, 1:])
 
 
-def test_documents_are_drawn_alike_and_only_a_fact_gives_an_answer(tmp_path):
-    stage = StageConfig.model_validate(TINY["extend"])
+def test_a_question_about_a_distance_is_answered_by_what_stood_there():
+    experiment = experiment_of(task=OFFSETS)
+    rows, words = make_rows(experiment, 128, [2, 16], 3), vocabulary(experiment.task)
+    for row, place, distance, answers in zip(rows.row, rows.place, rows.distance, rows.answers, strict=True):
+        ids = rows.input_ids[row]
+        assert words[ids[place]] == f"back{distance}"
+        near, far = ids[place + 1 - distance], ids[place - distance]
+        assert sorted(answers) == sorted([near, far])
+        assert ids[place + 1] in answers
+        assert all(words[of].startswith("f") for of in answers)
+    assert min(rows.place) >= 128 // 2
+    for distance in (2, 16):
+        assert len(set(rows.row[rows.distance == distance])) == 3
+
+
+def test_documents_are_drawn_alike_with_bos_or_without_and_only_a_fact_gives_an_answer(tmp_path):
+    experiment = experiment_of()
     files = [tmp_path / name for name in ("a", "b", "c")]
-    for file, number in zip(files, (0, 0, 1), strict=True):
-        write_documents(FACTS, stage, number, file)
+    for file, key in zip(files, ([0], [0], [1]), strict=True):
+        write_documents(experiment.task, experiment.extend, key, file, None)
     assert files[0].read_bytes() == files[1].read_bytes() != files[2].read_bytes()
-    lengths = set()
-    for line in files[0].read_text().splitlines():
-        words = json.loads(line)["text"].split()
-        assert set(words) <= set(vocabulary(FACTS))
+    lengths, first = set(), with_bos(files[0]).read_text().splitlines()
+    for line, other in zip(files[0].read_text().splitlines(), first, strict=True):
+        words, opened = json.loads(line)["text"].split(), json.loads(other)["text"].split()
+        assert (opened[0], opened[1:]) == ("<s>", words[1:])
+        assert words[0].startswith("f")
+        assert set(words) <= set(vocabulary(experiment.task))
         lengths.add(len(words))
-        facts: dict[str, str] = {}
+        known: dict[str, str] = {}
         for word, after in pairwise(words):
             if word[0] == "k":
-                assert after == facts.get(word, "<unk>")
+                assert after == known.get(word, "<unk>")
             elif word[0] == "v":
-                assert facts.setdefault(word.split(".")[0].replace("v", "k"), word) == word
+                assert known.setdefault(word.split(".")[0].replace("v", "k"), word) == word
     assert min(lengths) >= 20
-    assert max(lengths) == 127  # a row but for its BOS
-    assert max(lengths - {127}) <= 80
+    assert max(lengths) == 126  # a row but for its BOS and a tag
+    assert max(lengths - {126}) <= 80
 
 
-def test_runs_differ_in_arithmetic_mask_and_seed_alone(tmp_path):
-    experiment = load_experiment(CONFIG)
-    runs = list(load_experiment(CONFIG, ["seeds=1"]).runs())
+@pytest.mark.parametrize("variant", ["full", "anchor", "intra+tag", "anchor+tag+interleave"])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_documents_of_a_row_share_no_key(tmp_path, variant, seed):
+    """In the rows that the trainer's own packer makes, with tags, which shift the packing, and without."""
+    experiment, file = experiment_of(), tmp_path / "documents.jsonl"
+    assert isinstance(experiment.task, FactsConfig)
+    config = experiment.extend.config(Run("exact", variant, seed), tmp_path, tmp_path, file, tmp_path)
+    write_documents(experiment.task, experiment.extend, [1, seed], file, config)
+    number = {word: of for of, word in enumerate(vocabulary(experiment.task))}
+    lines = file.read_text().splitlines()
+    texts = [np.array([number[word] for word in json.loads(line)["text"].split()], np.uint16) for line in lines]
+    corpus = Documents.of(texts, [0] * len(texts), ["source"])
+    train = split_documents(corpus, config.data.held_out_share, seed).train
+    tags = {0: [number["source"]]} if config.pack.tag else {}
+    rows, shared = PackedRows(corpus, train, config.pack, seed, [0], tags, 1), 0
+    for row in range(len(rows)):
+        keys = [
+            facts.keys_in(experiment.task, texts[train[span.document_index]].astype(np.int64))
+            for span in rows.plan(0).spans(row)
+        ]
+        shared += len(keys) > 1
+        assert sum(map(len, keys)) == len(set().union(*keys))
+    assert shared > 5
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_runs_differ_in_arithmetic_mask_and_seed_alone(path, tmp_path):
+    experiment = load_experiment(path)
+    runs = experiment.runs_of(0)
     assert len(runs) == len(set(runs))
     configs = [experiment.extend.config(one, *[tmp_path] * 4).model_dump() for one in runs]
     for one, config in zip(runs, configs, strict=True):
         rounding = {name: config["model"].pop(name) for name in ("round_qk", "round_qk_bits")}
         assert (rounding["round_qk"] == "none") is (one.arithmetic == "exact")
-        assert config["pack"].pop("variant") == one.variant
+        assert config["pack"].pop("variant") == one.variant.removesuffix("+bos")
         assert config == configs[0]
+    cells = {f"{run.arithmetic}/{run.variant}" for run in runs}
+    assert cells == {cell for contrast in experiment.contrasts for cell in contrast.plus + contrast.minus}
+
+
+def test_a_sink_is_seen_and_rounding_moves_scores(tmp_path):
+    experiment = experiment_of()
+    rows = make_rows(experiment, 128, [16, 64], 2)
+    write_beginning(experiment, 0, tmp_path / "base")
+    model = load(tmp_path / "base", "exact")
+    assert sink_of(model, rows) < 0.05
+    (layer,) = scores_of(model, rows)
+    assert layer["q"].shape == (2, 2, 128, 8)
+    with torch.no_grad():  # one number that all words have asks for one that BOS alone has, where RoPE rotates least
+        model.model.embed_tokens.weight[:, :2] = torch.tensor([1.0, 0.0])
+        model.model.embed_tokens.weight[0, 1] = 1.0
+        model.model.layers[0].self_attn.q_proj.weight[3, 0] = model.model.layers[0].self_attn.k_proj.weight[3, 1] = 3.0
+    assert sink_of(model, rows) > 0.8
+    noise = noise_of(model, rows, [7, 2])
+    assert 10 < noise["bits2_after"] / noise["bits7_after"] < 100  # 32 times coarser
+    with torch.no_grad():
+        assert 0 < noise["bits2_before probabilities"] < 1
 
 
 class Here(Executor):
@@ -115,57 +193,83 @@ def test_an_experiment_is_run_kept_and_continued(tmp_path, monkeypatch):
     config, kept = tmp_path / "tiny.yaml", tmp_path / "kept.json"
     config.write_text(json.dumps(TINY))
     options = [str(config), "--out", str(tmp_path / "out"), "--results", str(kept)]
-    first = CliRunner().invoke(app, options)
+    first = CliRunner().invoke(app, [*options, "seeds=1"])
     assert first.exit_code == 0, first.output
-    assert "3 of 3 runs are measured." in first.stdout
-    measured = json.loads(kept.read_text())["measured"]
-    assert set(measured) == {"exact-intra-0", "exact-anchor-0", "bf16_after-intra-0"}
-    assert np.array(measured["exact-intra-0"]["recall"]).shape == (2, 2)  # checkpoints, distances
-    assert np.array(measured["exact-intra-0"]["nats"]).min() > 0
-    again = CliRunner().invoke(app, options)
+    assert "3 of 3 runs are measured" in first.stdout
+    content = json.loads(kept.read_text())
+    assert set(content["measured"]) == {"exact-intra-0", "exact-intra+bos-0", "bits7_after-anchor+tag-0"}
+    one = content["measured"]["exact-intra-0"]
+    for opening in ("bos", "no_bos", "exact"):
+        assert np.array(one[opening]["nats"]).shape == (2, 2)  # distances, rows
+    assert one["bos"] == one["exact"]
+    assert one["bos"] != one["no_bos"]
+    assert content["bases"]["0"]["passed"] is True
+    again = CliRunner().invoke(app, [*options, "seeds=1"])
     assert again.exit_code == 0
-    assert "about" not in again.stdout  # nothing is left to run
+    assert "left of seeds" not in again.stdout
+    assert json.loads(kept.read_text()) == content
     other = CliRunner().invoke(app, [*options, "measure.rows=3"])
     assert other.exit_code == 2
     assert "is of an experiment with another measure" in other.stderr
 
 
-def test_a_seed_is_measured_on_the_bases_of_one_folder(tmp_path):
-    """Each folder pretrains its own bases. So a new folder keeps only the seeds that are complete."""
-    config = tmp_path / "tiny.yaml"
-    config.write_text(json.dumps(TINY))
-    experiment = load_experiment(config, ["seeds=2"])
-    one = Measurement(recall=[[0.5]], nats=[[1.0]], losses=[1.0], seconds=1.0)
-    results = read_results(experiment, tmp_path / "kept.json")
-    results.measured = {run.name: one for run in experiment.runs() if run != Run("exact", "anchor", 1)}
-    results.save()
-    results = read_results(experiment, tmp_path / "kept.json")
-    results.forget_unfinished_seeds(experiment)
-    assert {run.seed for run in results.of(experiment)} == {0}
-    assert len(results.measured) == 3
+def one_measurement(value: float) -> Measurement:
+    answers = Answers(nats=[[value, value + 1], [value, value + 0.5]], recall=[0.5, 0.5])
+    return Measurement(bos=answers, no_bos=answers, exact=answers, sink=0.5, losses=[1.0], seconds=1.0)
 
 
-def test_a_base_that_does_not_recall_ends_it():
-    with pytest.raises(SystemExit, match="pretrain longer, or more layers"):
-        check_gate(load_experiment(CONFIG), {"bases": [{"recall": [0.9, 1.0]}, {"recall": [0.8]}]})
+def test_a_seed_whose_base_does_not_learn_is_left_out_and_counted(tmp_path):
+    results, experiment = Results(tmp_path / "kept.json", {}), experiment_of()
+    results.bases = {"0": {"passed": False}, "1": {"passed": True}}
+    assert results.left(experiment, 0) == []
+    assert len(results.left(experiment, 1)) == 3
+    results.measured = {run.name: one_measurement(1.0) for run in experiment.runs_of(1)[:2]}
+    assert len(results.left(experiment, 1)) == 1
+    results.forget(experiment, 1)  # its base is gone: begun again, all runs from one base
+    assert (results.measured, set(results.bases)) == ({}, {"0"})
 
 
-def test_the_page_is_what_its_measurements_give(tmp_path):
-    page, kept = ROOT / "docs" / "training-experiment.md", ROOT / "benchmarks" / "results" / "training-experiment.json"
-    copy = Path(shutil.copy(page, tmp_path))
-    options = ["--results", str(shutil.copy(kept, tmp_path)), "--document", str(copy)]
-    made = CliRunner().invoke(app, [str(CONFIG), "--out", str(tmp_path / "out"), *options])
-    assert made.exit_code == 0, made.output
-    assert copy.read_text() == page.read_text()
-    drawn = Path("figures") / "training-experiment.svg"
-    assert (tmp_path / drawn).read_bytes() == (page.parent / drawn).read_bytes()
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_page_is_what_its_measurements_give(path, tmp_path):
+    experiment, kept = load_experiment(path), tmp_path / "kept.json"
+    if (stored := RESULTS / f"experiment-{path.stem}.json").is_file():
+        shutil.copy(stored, kept)
+    results, copy = read_results(experiment, kept), Path(shutil.copy(PAGE, tmp_path))
+    write_report(experiment, results.of(experiment), results.bases, copy, path.stem)
+    assert copy.read_text() == PAGE.read_text()
+    drawn = Path("figures") / f"training-experiment-{path.stem}.svg"
+    assert (tmp_path / drawn).read_bytes() == (PAGE.parent / drawn).read_bytes()
 
 
-def test_a_script_with_numpy_and_scipy_alone_recomputes_the_same():
-    kept = [ROOT / "benchmarks" / "results" / f"training-experiment{part}.json" for part in ("", "-control", "-cost")]
-    command = [sys.executable, str(ROOT / "benchmarks" / "sceptic.py"), *map(str, kept)]
+def recomputed(*files: Path) -> list[list[str]]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "sceptic.py"), *map(str, files)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    page = (ROOT / "docs" / "training-experiment.md").read_text()
-    assert len(lines) == 9
+    return [[line.rpartition(": ")[0], *line.rpartition(": ")[2].split(" | ")] for line in lines]
+
+
+def test_a_script_with_numpy_alone_recomputes_the_page():
+    parts = ("", "-control", "-cost")
+    lines = recomputed(*(RESULTS / f"training-experiment{part}.json" for part in parts))
+    assert len(lines) == 14
+    for path in CONFIGS:
+        if (stored := RESULTS / f"experiment-{path.stem}.json").is_file():
+            lines += recomputed(stored)
+    page = PAGE.read_text()
     for line in lines:
-        assert line.split(": ", 1)[1] in page, line
+        assert f"| {' | '.join(line)} |" in page, line
+
+
+def test_a_script_with_numpy_alone_gives_the_intervals_of_any_results(tmp_path):
+    experiment, random = experiment_of(seeds=6), random_stream(0)
+    results = Results(tmp_path / "kept.json", experiment.model_dump(mode="json"))
+    for run in experiment.runs():
+        results.measured[run.name] = one_measurement(float(random.normal()))
+    errors = {f"bits2_{place}{what}": 0.1 for what in ("", " probabilities") for place in ("before", "after")}
+    results.bases = {"0": {"passed": True, "nats": 0.7, "sink": 0.5, "noise": errors}}
+    results.save()
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text().replace("offsets", "kept"))
+    write_report(experiment, results.of(experiment), results.bases, page, "kept")
+    (line,) = recomputed(results.file)
+    assert line[0] == "BOS?"
+    assert f"| {' | '.join(line)} |" in page.read_text()
