@@ -1,15 +1,13 @@
-"""The tables and the figure of an experiment, made of the runs that have been measured."""
+"""The tables of an experiment, made of the runs that have been measured."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from anchorline.files import save
 from anchorline.marked import MarkedPlace, read_marked
-from anchorline.page.figures import SERIES, draw_svg
 from benchmarks.experiment.effects import (
     Estimate,
     correct,
@@ -35,28 +33,25 @@ def places_of(name: str) -> list[MarkedPlace]:
 def write_report(
     experiment: TrainingExperiment, measured: Measured, bases: Bases, document: Path | None, name: str
 ) -> None:
-    """Print the tables of what has been measured, or write them and a figure into a document.
+    """Print the tables of what has been measured, or write them into a document.
 
     Args:
         experiment: its settings.
         measured: its measurements.
         bases: what was measured of each seed's base.
-        document: a Markdown file with the marks of answers and results; its figure goes into `figures/` next to it.
-        name: of the experiment, in marks and figure.
+        document: a Markdown file with the marks of answers and results.
+        name: of the experiment, in the marks.
 
     Raises:
         UserError: the document lacks the marks.
     """
     answers = "\n".join(_answers(experiment, measured, bases))
+    results = "\n".join(_results(experiment, measured, bases))
     if document is None:
-        print("\n".join([answers, "", *_results(experiment, measured, bases, "")]))
+        print(answers, results, sep="\n\n")
         return
     places = places_of(name)
-    text, figure = read_marked(document, places), Path("figures") / f"{document.stem}-{name}.svg"
-    (document.parent / figure).parent.mkdir(exist_ok=True)
-    save(document.parent / figure, _draw(experiment, measured).encode())
-    results = "\n".join(_results(experiment, measured, bases, str(figure)))
-    save(document, places[1].put(places[0].put(text, answers), results).encode())
+    save(document, places[1].put(places[0].put(read_marked(document, places), answers), results).encode())
 
 
 def _answers(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> Iterator[str]:
@@ -79,13 +74,11 @@ def _shown(effect: Estimate, p: float) -> list[str]:
     return [str(effect), f"{effect.seeds}", f"{p:.4f}", f"{power:.5f}"]
 
 
-def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases, figure: str) -> Iterator[str]:
+def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> Iterator[str]:
     if not measured:
         yield "Nothing is measured yet."
         return
     distances = sorted(experiment.measure.distances)
-    yield f"![The answers' log-probability by distance, arithmetic and mask, with 95% intervals]({figure})"
-    yield ""
     head = ["arithmetic", "mask", "seeds", *(f"at {distance}" for distance in distances), "mean", "without BOS", "sink"]
     yield from _table(head, [_cell(measured, cell, len(distances)) for cell in _cells(experiment, measured)])
     yield ""
@@ -134,33 +127,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield f"|{' --- |' * len(head)}"
     for row in rows:
         yield f"| {' | '.join(row)} |"
-
-
-def _draw(experiment: TrainingExperiment, measured: Measured) -> str:
-    """Draw log-probability by distance with intervals: a panel for each arithmetic, a line for each mask."""
-    distances = sorted(experiment.measure.distances)
-    variants = list(dict.fromkeys(variant for of in experiment.cells.values() for variant in of))
-
-    def put(canvas: Figure) -> None:
-        panels = canvas.subplots(1, len(experiment.cells), sharey=True, squeeze=False)[0]
-        for axes, arithmetic in zip(panels, experiment.cells, strict=True):
-            for cell in _cells(experiment, measured):
-                if cell[0] != arithmetic:
-                    continue
-                number = variants.index(cell[1])
-                effects = [estimate(_of(measured, cell, "bos", place), 0.95) for place in range(len(distances))]
-                half = [of.half if of is not None and of.seeds > 1 else 0.0 for of in effects]
-                means = [of.mean for of in effects if of is not None]
-                shifted = [place + 0.08 * (number - len(variants) / 2) for place in range(len(distances))]
-                style = {"color": SERIES[number % len(SERIES)], "label": cell[1], "marker": "o", "markersize": 3}
-                axes.errorbar(shifted, means, yerr=half, linewidth=1.2, capsize=2, **style)
-            axes.set_title(arithmetic, fontsize=8.5)
-            axes.set_xlabel("distance, tokens")
-            axes.set_xticks(range(len(distances)), map(str, distances), fontsize=6)
-        panels[0].set_ylabel("log-probability")
-        if measured:
-            lines = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels)
-            named = {label: line for panel in lines for line, label in panel}
-            canvas.legend(named.values(), named.keys(), loc="outside lower center", ncols=len(named), fontsize=7)
-
-    return draw_svg("experiment", put, (8.4, 3.0))

@@ -143,8 +143,8 @@ class Contrast(Section):
     question: Name
     plus: list[str] = Field(min_length=1, description="cells, as bits7_after/intra")
     minus: list[str] = Field(min_length=1, description="cells that are subtracted")
-    above: Name = Field(default="yes", description="the reading if its interval is above 0")
-    below: Name = Field(default="no: it hurts", description="the reading if its interval is below 0")
+    above: Name = Field(default="above 0", description="the reading if its interval is above 0")
+    below: Name = Field(default="below 0", description="the reading if its interval is below 0")
     neither: Name = Field(default="not shown", description="the reading if it holds 0")
 
     @property
