@@ -53,7 +53,7 @@ def show(runs: dict, rows: list[tuple[str, list[str], list[str]]], value) -> Non
     tables = [contrast(runs, plus, minus, value) for _, plus, minus in rows]
     judged = [judge(table) if len(table) > 1 else ("-", 1.0) for table in tables]
     for (name, _, _), table, (shown, _), p in zip(rows, tables, judged, holm([p for _, p in judged]), strict=True):
-        print(f"{name}: {shown} | {len(table)} | {p:.4f}")
+        print(f"{name}: {shown} | {len(table)} | {p:.4f}" if len(table) > 1 else f"{name}: - | - | -")
 
 
 content = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
