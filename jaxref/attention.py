@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import Precision
 
-from jaxref.mask import ANCHOR, visible
+from jaxref.mask import ANCHOR, PADDING, visible
 from jaxref.rounding import ACCUMULATED, Rounding, cut_to
 
 
@@ -59,6 +59,9 @@ def attention(
     q_BTHD, k_BTKD, v_BTKE = (jnp.asarray(x).astype(rounding.dtype) for x in (q_BTHD, k_BTKD, v_BTKE))
     document_BT = jnp.asarray(document_ids_BT)
     _check(q_BTHD, k_BTKD, v_BTKE, document_BT)
+    # What padding holds reaches nothing, forward or backward: 0 times NaN, which a mask makes, is NaN.
+    real_BT11 = (document_BT != PADDING)[:, :, None, None]
+    q_BTHD, k_BTKD, v_BTKE = (jnp.where(real_BT11, x, 0) for x in (q_BTHD, k_BTKD, v_BTKE))
     B, T, H, D = q_BTHD.shape
     K = k_BTKD.shape[2]
     factor: float = D**-0.5 if scale is None else scale
@@ -83,7 +86,8 @@ def attention(
         out_BKGTE, lse_BKGT = attend(q_BTKGD, document_BT, index_BT)
     else:
         out_BKGTE, lse_BKGT = _by_blocks(attend, q_BTKGD, document_BT, index_BT, query_block)
-    return out_BKGTE.transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1), lse_BKGT.reshape(B, H, T)
+    out_BTHE = out_BKGTE.transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1)
+    return jnp.where(real_BT11, out_BTHE, 0), lse_BKGT.reshape(B, H, T)
 
 
 def _places(document_BT: jax.Array) -> jax.Array:

@@ -206,6 +206,15 @@ def test_a_query_that_sees_nothing(name, query_block):
             assert (got[gradient][0, blind] == 0).all()
 
 
+@pytest.mark.parametrize("stray", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("name", "query_block"), [("exact", None), ("hf_eager_bf16", 4), ("flash_fp16", None)])
+def test_what_padding_holds_reaches_nothing(name, query_block, stray):
+    blank, strayed = ([np.where((IDS == -1)[..., None, None], fill, x) for x in inputs()[:4]] for fill in (0, stray))
+    want, got = (run(preset(name), arrays=(*x, inputs()[4]), query_block=query_block) for x in (blank, strayed))
+    for what in want:
+        np.testing.assert_array_equal(got[what], want[what])
+
+
 def test_large_logits_neither_overflow_nor_cancel():
     q, k, v, *weights = inputs()
     got = run(EXACT, arrays=(1000 * q, k, v, *weights))

@@ -12,6 +12,7 @@ from parity_tests.tests.engines import (
     run_oracle,
     run_oracle_by_documents,
 )
+from torchtrain.attention import attend
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import named_batch
 
@@ -94,6 +95,9 @@ def test_flex_forward_on_a_cpu():
     """In bf16 only: torch's compiled CPU kernel takes a 20-bit exponential, beyond float32's allowance."""
     ids_BT = packed(130, 1, 57, 61, anchor=3, padding=5)
     assert_all_pass(compare_engine("flex", ids_BT, torch.bfloat16, backward=False), "out")
+    padding = (ids_BT == -1)[..., None, None]
+    q, k, v = (x.masked_fill(padding, torch.nan) for x in draw(ids_BT, 4, 2, 16, torch.bfloat16)[:3])
+    assert attend(q, k, v, ids_BT, engine="flex")[0].isfinite().all()
 
 
 def test_the_oracle_by_documents():

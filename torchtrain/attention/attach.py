@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from anchorline.errors import UserError
 from torchtrain.attention.engines.choice import resolve_engine
-from torchtrain.attention.hf import KEEPS_ANCHOR, MISSING, announced, implementation_name, register
+from torchtrain.attention.hf import KEEPS_ANCHOR, announced, implementation_name, register
 from torchtrain.attention.masks import MASKED_LAYER_TYPES, NOT_HONOURED, caps_scores, hides_nothing
 from torchtrain.attention.recurrent import runs_whole, separate_layers, separate_model
 from torchtrain.attention.separation import check_separation
@@ -32,8 +32,8 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
     It sets the implementation and reads it back, checks on 11 tokens that documents are separate (`check_separation`),
     and logs the engine in one line. The model then also refuses mistakes that attention cannot see: `document_ids` if
     another implementation is set, labels that are already shifted, and labels that transformers would shift over the
-    ends of documents. It accepts an attention mask that is all ones. Without `document_ids`, a document begins
-    wherever `position_ids` restart at 0, and there is no anchor.
+    ends of documents, in every batch. It accepts an attention mask that is all ones or numbers the documents. Without
+    `document_ids`, a document begins wherever a position is not the one before plus one, and there is no anchor.
 
     `torch.compile(model, fullgraph=True)` makes one graph, and a small one for the check of labels. Attention is one
     operation of the graph, with any engine. The backward pass computes attention again.
@@ -94,16 +94,17 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
 
 
 def _attach_whole(model: _Model, inner: PreTrainedModel) -> _Model:
-    separate_model(inner)
     _add_hooks(model, inner)
+    separate_model(inner)
     logger.warning("attached: %s, it runs a document at a time", type(inner).__name__)
     return model
 
 
 def _add_hooks(model: nn.Module, inner: PreTrainedModel) -> None:
-    for module, hook in ((inner.base_model, _read_restarts), (inner.base_model, _check_masks), (model, _check_labels)):
-        if hook not in module._forward_pre_hooks.values():  # attached before
-            module.register_forward_pre_hook(hook, with_kwargs=True)
+    for module, check in ((model, _check_labels), (inner.base_model, _check_masks)):
+        for hook in (_read_positions, check):
+            if hook not in module._forward_pre_hooks.values():  # attached before
+                module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _read_back(model: PreTrainedModel, name: str) -> None:
@@ -131,57 +132,119 @@ def _longest_row(model: PreTrainedModel) -> str:
     return said
 
 
-_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# What transformers' DataCollatorWithFlattening says of documents beside `position_ids`:
+_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-def _read_restarts(
-    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _decoder(model: Any) -> PreTrainedModel:
+    return (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+
+
+def _read_positions(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Without `document_ids`, let a document begin wherever `position_ids` are 0, after the row's start too.
+    """Without `document_ids`, number the documents that `position_ids` show.
 
     So transformers' DataCollatorWithFlattening and TRL's `padding_free` give documents. None of them is an anchor.
     """
-    if torch.compiler.is_compiling() or kwargs.get("document_ids") is not None:
+    positions, tokens, decoder = kwargs.get("position_ids"), _tokens(args, kwargs), _decoder(model)
+    given = (kwargs.get(name) is not None for name in ("document_ids", "plan", "past_key_values"))
+    if tokens is None or any(given) or not (runs_whole(decoder) or _is_ours(decoder)):
         return None
-    document_ids = _documents_of(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
-    if document_ids is None:
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
         return None
+    said = [kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")]
+    if len(positions) == 1:
+        positions = positions.expand(tokens.shape[0], -1)
+    if torch.compiler.is_compiling():
+        document_ids = torch.ops.anchorline.read_positions(positions, *said)
+    else:
+        document_ids = _documents_of(positions, *said, told=decoder)
     return args, {name: x for name, x in kwargs.items() if name not in _FLATTENED} | {"document_ids": document_ids}
 
 
-def _documents_of(position_ids: Any, offsets: Tensor | None) -> Tensor | None:
-    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
-        return None
-    starts = position_ids == 0
-    if offsets is None and not bool(starts[:, 1:].any()):
-        return None
-    if offsets is not None and starts.flatten().nonzero().flatten().tolist() != offsets[:-1].tolist():
-        raise UserError("cu_seq_lens_q: begins documents where position_ids do not restart; give document_ids")
-    return starts.cumsum(1)
+def _documents_of(
+    positions_BT: Tensor,
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+    seq_idx: Tensor | None,
+    told: Any,
+) -> Tensor:
+    """Number documents from 1: one begins with each row, and wherever a position is not the one before plus one.
+
+    This is transformers' rule, too (`find_packed_sequence_indices`). A row may begin inside a document.
+    """
+    begins_BT = torch.diff(positions_BT, prepend=positions_BT[:, :1]) != 1
+    for name, offsets in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
+        if offsets is not None and begins_BT.flatten().nonzero().flatten().tolist() != offsets[:-1].tolist():
+            raise UserError(f"{name}: begins documents elsewhere than position_ids; give document_ids")
+    ids_BT = begins_BT.cumsum(1)
+    if seq_idx is not None and not _has_documents(seq_idx, ids_BT):
+        raise UserError("seq_idx: begins documents elsewhere than position_ids; give document_ids")
+    if not getattr(told, "_anchor_told_positions", False):
+        told._anchor_told_positions = True
+        logger.warning(
+            "document_ids: read from position_ids, one begins wherever a position is not the one before plus one; "
+            "there is no anchor (rows of torchtrain.pack have one)"
+        )
+    return ids_BT
+
+
+def _has_documents(segments: Tensor, document_ids: Tensor) -> bool:
+    """Whether segments, numbered in any way, begin where documents begin."""
+    if segments.shape != document_ids.shape:
+        return False
+    begins, found = (x[:, 1:] != x[:, :-1] for x in (segments, document_ids.to(segments.device)))
+    return bool((begins == found).all())
+
+
+def _documents_given(kwargs: dict[str, Any]) -> Tensor | None:
+    ids = kwargs.get("document_ids")
+    if ids is None and kwargs.get("plan") is not None:
+        ids = kwargs["plan"].document_ids_BT
+    return ids if isinstance(ids, Tensor) else None
+
+
+def _is_ours(decoder: PreTrainedModel) -> bool:
+    implementation = str(decoder.config.get_text_config(decoder=True)._attn_implementation)
+    return implementation.startswith(implementation_name("auto"))
 
 
 def _check_masks(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Refuse `document_ids` that would be ignored. Drop a mask of all ones before a family adds to it."""
-    if runs_whole(decoder):
-        return None
-    implementation = str(decoder.config.get_text_config(decoder=True)._attn_implementation)
-    if not implementation.startswith(implementation_name("auto")):
+    """Refuse `document_ids` that would be ignored. Drop a mask that hides nothing before a family adds to it."""
+    if not runs_whole(decoder) and not _is_ours(decoder):
         if kwargs.get("document_ids") is not None:
+            implementation = decoder.config.get_text_config(decoder=True)._attn_implementation
             raise UserError(
                 f"document_ids: attn_implementation={implementation!r} ignores them in silence; set "
                 f"model.set_attn_implementation({implementation_name('auto')!r}) again"
             )
         return None
-    mask, tokens = kwargs.get("attention_mask"), _tokens(args, kwargs)
+    document_ids, mask, tokens = _documents_given(kwargs), kwargs.get("attention_mask"), _tokens(args, kwargs)
+    if document_ids is None or tokens is None:
+        return None  # the attention layers refuse it, or it generates
+    given = mask, tokens.shape[1], kwargs.get("position_ids"), _positions(decoder)
     if torch.compiler.is_compiling():
-        return None if tokens is None else (args, _read_in_graph(decoder, tokens, kwargs))
-    if tokens is not None:
-        _check_length(decoder, _positions(decoder), tokens.shape[1], kwargs.get("position_ids"))
-    if isinstance(mask, Tensor) and tokens is not None and hides_nothing(mask, tokens.shape[1]):
-        return args, kwargs | {"attention_mask": None}
-    return None
+        kwargs = kwargs | {"document_ids": torch.ops.anchorline.check_masks(document_ids, *given)}
+    else:
+        _check_given_mask(document_ids, *given, told=decoder)
+    return args, kwargs | {"attention_mask": None}
+
+
+def _check_given_mask(
+    document_ids: Tensor, mask: Any, tokens: int, position_ids: Tensor | None, held: int | None, told: Any
+) -> None:
+    """Accept a mask of ones, and one that numbers the documents from 1, as axolotl's collators do."""
+    _check_length(told, held, tokens, position_ids)
+    is_tensor = isinstance(mask, Tensor)
+    if mask is None or (is_tensor and hides_nothing(mask, tokens)):
+        return
+    if not is_tensor or mask.ndim != 2 or mask.dtype == torch.bool or not bool((mask > 0).all()):
+        raise UserError(NOT_HONOURED)
+    if not _has_documents(mask, document_ids):
+        raise UserError("attention_mask: its segments are not the documents of document_ids or position_ids; remove it")
 
 
 def _positions(decoder: PreTrainedModel) -> int | None:
@@ -208,9 +271,9 @@ _ADVICE = "torchtrain.collate makes both `labels` and `shift_labels` of packed r
 def _check_labels(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Refuse labels that would be shifted twice, or not at all. A check ends with the first batch that decides it."""
+    """Refuse labels that would be shifted twice, not at all, or over the ends of documents. It reads every batch."""
     tokens = _tokens(args, kwargs)
-    labels, targets, document_ids = (kwargs.get(name) for name in ("labels", "shift_labels", "document_ids"))
+    labels, targets, document_ids = kwargs.get("labels"), kwargs.get("shift_labels"), _documents_given(kwargs)
     if tokens is None or (labels is None and targets is None):
         return None
     if torch.compiler.is_compiling():
@@ -223,58 +286,51 @@ def _check_labels(
 def _check_given(
     model: Any, tokens: Tensor, labels: Tensor | None, targets: Tensor | None, document_ids: Tensor | None
 ) -> None:
+    """Check what a loss is made of. On a GPU the host waits for it once."""
+    if targets is not None and labels is None and not getattr(model, "_anchor_told_labels", False):
+        logger.warning("shift_labels without labels: transformers computes no loss; %s", _ADVICE)
+        model._anchor_told_labels = True
     if targets is not None:
-        if labels is None and not getattr(model, "_anchor_told_labels", False):
-            logger.warning("shift_labels without labels: transformers computes no loss; %s", _ADVICE)
-            model._anchor_told_labels = True
-        if not tokens.is_floating_point():
-            _check_targets(model, targets, tokens)
-        return
-    if labels is None:
-        return
-    if not tokens.is_floating_point():
-        _check_shifted(model, labels, tokens)
-    _check_document_ends(model, labels, document_ids)
-
-
-def _check_targets(model: Any, targets: Tensor, tokens: Tensor) -> None:
-    """Refuse targets that are the tokens themselves, of rows whose tokens differ."""
-    if targets.shape != tokens.shape or getattr(model, "_anchor_saw_targets", False):
-        return
-    used = targets != IGNORED
-    if not bool((used[:, :-1] & (tokens[:, :-1] != tokens[:, 1:])).any()):
-        return
-    if bool(((targets == tokens) | ~used).all()):
-        raise UserError(f"shift_labels: each is its own token and not the next one; {_ADVICE}")
-    model._anchor_saw_targets = True
-
-
-def _check_shifted(model: Any, labels: Tensor, tokens: Tensor) -> None:
-    """Refuse labels that are already shifted, which transformers shifts once more."""
-    if getattr(model, "_anchor_saw_labels", False):
-        return
-    used = labels != IGNORED
-    if not bool(((labels[:, :-1] == tokens[:, 1:]) | ~used[:, :-1]).all()):
-        model._anchor_saw_labels = True
-    elif bool((used & (labels != tokens)).any()):
-        raise UserError(
+        checks = {f"shift_labels: each is its own token and not the next one; {_ADVICE}": _are_tokens(targets, tokens)}
+    else:
+        assert labels is not None
+        checks = {
             "labels: each is already the next token, and transformers shifts labels by one more; give them as "
-            f"shift_labels: {_ADVICE}"
-        )
-
-
-def _check_document_ends(model: Any, labels: Tensor, document_ids: Tensor | None) -> None:
-    """Refuse targets beyond a document's end. The anchor may have one: what follows it is what a model says first."""
-    if document_ids is None or document_ids.shape != labels.shape or getattr(model, "_anchor_saw_ends", False):
-        return
-    used, ends = labels != IGNORED, (document_ids[:, :-1] > 0) & (document_ids[:, 1:] != document_ids[:, :-1])
-    if bool((ends & used[:, 1:]).any()):
-        raise UserError(
+            f"shift_labels: {_ADVICE}": _are_shifted(labels, tokens),
             "labels: transformers shifts them over the ends of documents, so that the last token of one learns the "
             f"first of the next; set them to {IGNORED} where a document or padding begins, or give shift_labels: "
-            f"{_ADVICE}"
-        )
-    model._anchor_saw_ends = bool(ends.any() & used.any())
+            f"{_ADVICE}": _cross_ends(labels, document_ids),
+        }
+    found = {message: wrong for message, wrong in checks.items() if wrong is not None}
+    if found:
+        for message, wrong in zip(found, torch.stack([*found.values()]).tolist(), strict=True):
+            if wrong:
+                raise UserError(message)
+
+
+def _are_tokens(targets: Tensor, tokens: Tensor) -> Tensor | None:
+    """Whether targets are the tokens themselves, in rows whose tokens differ."""
+    if targets.shape != tokens.shape:
+        return None
+    used = targets != IGNORED
+    return (used[:, :-1] & (tokens[:, :-1] != tokens[:, 1:])).any() & ((targets == tokens) | ~used).all()
+
+
+def _are_shifted(labels: Tensor, tokens: Tensor) -> Tensor | None:
+    """Whether labels are already shifted, which transformers shifts once more."""
+    if labels.shape != tokens.shape:
+        return None
+    used = labels != IGNORED
+    return ((labels[:, :-1] == tokens[:, 1:]) | ~used[:, :-1]).all() & (used & (labels != tokens)).any()
+
+
+def _cross_ends(labels: Tensor, document_ids: Tensor | None) -> Tensor | None:
+    """Whether a target is beyond its document's end. The anchor may have one: what a model says first."""
+    if document_ids is None or document_ids.shape != labels.shape:
+        return None
+    ids = document_ids.to(labels.device)
+    ends = (ids[:, :-1] > 0) & (ids[:, 1:] != ids[:, :-1])
+    return (ends & (labels[:, 1:] != IGNORED)).any()
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -294,37 +350,15 @@ def _told(held: int | None) -> SimpleNamespace:
     return SimpleNamespace()
 
 
-def _read_in_graph(decoder: PreTrainedModel, tokens: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    given = [kwargs.get(name) for name in ("document_ids", "position_ids", "cu_seq_lens_q", "attention_mask")]
-    if given[0] is None and given[1] is None:
-        return kwargs  # the attention layers refuse it
-    kept = kwargs if given[0] is not None else {name: x for name, x in kwargs.items() if name not in _FLATTENED}
-    document_ids = torch.ops.anchorline.read_documents(*given, tokens.shape[1], _positions(decoder))
-    return kept | {"attention_mask": None, "document_ids": document_ids}
-
-
-def _read_documents(
-    document_ids: Tensor | None,
-    position_ids: Tensor | None,
-    offsets: Tensor | None,
-    mask: Tensor | None,
-    tokens: int,
-    held: int | None,
-) -> Tensor:
-    if mask is not None and not hides_nothing(mask, tokens):
-        raise UserError(NOT_HONOURED)
-    _check_length(_told(held), held, tokens, position_ids)
-    if document_ids is not None:
-        return document_ids.clone()
-    if (read := _documents_of(position_ids, offsets)) is None:
-        raise UserError(MISSING)
-    return read.to(torch.int64)
+def _check_masks_in_graph(document_ids: Tensor, *given: Any) -> Tensor:
+    _check_given_mask(document_ids, *given, told=_told(given[-1]))
+    return document_ids.clone()
 
 
 def _labels_in_graph(
     tokens: Tensor, labels: Tensor | None, targets: Tensor | None, document_ids: Tensor | None
 ) -> Tensor:
-    _check_given(SimpleNamespace(), tokens, labels, targets, document_ids)
+    _check_given(_told(None), tokens, labels, targets, document_ids)
     return _used(tokens, labels, targets).clone()
 
 
@@ -336,10 +370,16 @@ def _used(tokens: Tensor, labels: Tensor | None, targets: Tensor | None, *_: Any
 
 for _name, _schema, _run, _shape in (
     (
-        "read_documents",
-        "Tensor? document_ids, Tensor? position_ids, Tensor? offsets, Tensor? mask, SymInt tokens, int? held",
-        _read_documents,
-        lambda ids, positions, *_: torch.empty_like(ids) if ids is not None else torch.empty_like(positions).long(),
+        "read_positions",
+        "Tensor positions, Tensor? cu_seq_lens_q, Tensor? cu_seq_lens_k, Tensor? seq_idx",
+        lambda *given: _documents_of(*given, told=_told(None)),
+        lambda positions, *_: torch.empty_like(positions, dtype=torch.int64, memory_format=torch.contiguous_format),
+    ),
+    (
+        "check_masks",
+        "Tensor document_ids, Tensor? mask, SymInt tokens, Tensor? position_ids, int? held",
+        _check_masks_in_graph,
+        lambda ids, *_: torch.empty_like(ids),
     ),
     (
         "check_labels",

@@ -31,12 +31,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from anchorline.errors import UserError
 from torchtrain.attention.engines.choice import ENGINES, attend, resolve_engine
 from torchtrain.attention.masks import (
-    GENERATE,
-    NO_CACHE,
     callers,
     is_generating,
     read_mask,
     remember,
+    say_no_cache,
     window_of,
 )
 from torchtrain.attention.plan import AttentionPlan, make_plan
@@ -234,7 +233,7 @@ def _refuse(module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwarg
     """Refuse every argument that would change the result and that no engine honours."""
     T = query.shape[2]
     if key.shape[2] != T:
-        raise UserError(f"past_key_values: {T} queries against {key.shape[2]} keys; {NO_CACHE}")
+        raise UserError(say_no_cache(f"past_key_values: {T} queries against {key.shape[2]} keys"))
     if dropout:
         raise UserError(f"attention_dropout: {dropout} is not honoured by `anchor`; set config.attention_dropout=0")
     causal = kwargs.get("is_causal")
@@ -252,7 +251,7 @@ def _refuse(module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwarg
 def _say_why_missing() -> str:
     """Say why `document_ids` are missing, by the callers' frames. Called only before an error is raised."""
     if is_generating():
-        return GENERATE
+        return say_no_cache("generate")
     for frame in callers():
         module = frame.f_locals.get("self")
         given = frame.f_locals.get("kwargs", {}), frame.f_locals

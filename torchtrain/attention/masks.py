@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 
 from anchorline.errors import UserError
 
@@ -40,13 +40,10 @@ CARRY_A_STATE = {"linear_attention", "conv", "hybrid"}
 MORE_LAYER_TYPES = {*CARRY_A_STATE, "moe", "mlp"}
 SEPARATED = weakref.WeakValueDictionary[int, Any]()
 
-_USE_SDPA = 'model.set_attn_implementation("sdpa")'
-NO_CACHE = f"`anchor` has no KV cache: pass use_cache=False, and generate with {_USE_SDPA}"
 NOT_HONOURED = (
     "attention_mask: not honoured by `anchor` unless it is all ones; pack rows with torchtrain.pack (TRL: set "
     "packing=True, or padding_free=True and max_length=None), or give padding the document id -1"
 )
-GENERATE = f"generate: `anchor` has no KV cache; generate with {_USE_SDPA}, and set `anchor` again to train"
 
 
 def read_mask(
@@ -82,9 +79,9 @@ def read_mask(
             f"replaces attention only: {fix}"
         )
     if int(q_offset):
-        raise UserError(GENERATE if is_generating() else f"past_key_values: {NO_CACHE}")
+        raise UserError(say_no_cache("past_key_values"))
     if attention_mask is not None and not hides_nothing(attention_mask, q_length):
-        raise UserError(GENERATE if is_generating() else NOT_HONOURED)
+        raise UserError(say_no_cache("generate") if is_generating() else NOT_HONOURED)
     if use_vmap:
         raise UserError(
             "or_mask_function, and_mask_function: not honoured by `anchor`; express the mask in document_ids"
@@ -143,6 +140,16 @@ def is_generating() -> bool:
     """Whether transformers' `generate` is among the callers. Called only before an error is raised."""
     generate = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
     return any(frame.f_code is generate for frame in callers())
+
+
+def say_no_cache(what: str) -> str:
+    """Return the refusal of a KV cache, with an implementation that the calling model has. For an error alone."""
+    models = (frame.f_locals.get("self") for frame in callers())
+    model = next((x for x in models if isinstance(x, PreTrainedModel)), None)
+    use = f'model.set_attn_implementation("{"sdpa" if getattr(model, "_supports_sdpa", False) else "eager"}")'
+    if is_generating():
+        return f"generate: `anchor` has no KV cache; generate with {use}, and set `anchor` again to train"
+    return f"{what}: `anchor` has no KV cache: pass use_cache=False, and generate with {use}"
 
 
 def callers() -> Iterator[FrameType]:

@@ -134,8 +134,9 @@ def make_plan(document_ids_BT: Tensor) -> AttentionPlan:
     Raises:
         UserError: ids that are not [B, T] integers >= -1 with the anchor as a prefix.
     """
-    ids_BT = document_ids_BT.detach().to("cpu", torch.long, copy=True)  # the caller's tensor may change afterwards
+    ids_BT = document_ids_BT.detach().to("cpu", copy=True)  # the caller's tensor may change afterwards
     check_document_ids(ids_BT)
+    ids_BT = ids_BT.long()
     B, T = ids_BT.shape
     flat = ids_BT.flatten()
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from anchorline.errors import UserError
 from torchtrain.attention.engines.gather import gather_keys, scatter_queries
 from torchtrain.attention.hf import APART, remembered_plan
-from torchtrain.attention.masks import NO_CACHE, NOT_HONOURED, SEPARATED, hides_nothing
+from torchtrain.attention.masks import NOT_HONOURED, SEPARATED, hides_nothing, say_no_cache
 from torchtrain.attention.plan import AttentionPlan
 
 # Classes of transformers whose forward takes hidden states [B, T, M], and in which a token changes only later ones.
@@ -122,7 +122,7 @@ def _run(
         return forward(module, hidden_states, **given)
     for name in ("cache_params", "past_key_values"):
         if given.pop(name, None) is not None:
-            raise UserError(f"past_key_values: {NO_CACHE}")
+            raise UserError(say_no_cache("past_key_values"))
     for name in _NOT_HONOURED:
         if given.pop(name, None) is not None:
             raise UserError(f"{name}: not honoured by `anchor`; remove it (documents are told by document_ids)")

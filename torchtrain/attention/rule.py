@@ -65,7 +65,8 @@ def check_document_ids(document_ids_BT: Tensor) -> None:
     Raises:
         UserError: naming the row and the index of the first offence.
     """
-    if document_ids_BT.ndim != 2 or document_ids_BT.is_floating_point() or document_ids_BT.dtype == torch.bool:
+    kind = document_ids_BT.dtype
+    if document_ids_BT.ndim != 2 or kind.is_floating_point or kind.is_complex or kind == torch.bool:
         raise UserError(
             f"document_ids: expected an integer tensor [batch, tokens], got {document_ids_BT.dtype} "
             f"{list(document_ids_BT.shape)}"

@@ -3,8 +3,9 @@
 Legend: B batch · T tokens of a row.
 """
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
@@ -174,7 +175,8 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
     def __len__(self) -> int:
         return self._rows_of(0)
 
-    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, row: SupportsIndex) -> dict[str, np.ndarray]:
+        row = operator.index(row)
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         return self._row(0, row)

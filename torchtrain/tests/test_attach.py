@@ -147,17 +147,23 @@ def test_a_mask_whose_closure_torch_compile_does_not_show_is_known_by_its_length
 
 def test_the_checks_of_a_graph_are_those_of_a_model_without_one(caplog):
     """As the operations that a graph holds, without compiling one."""
-    read, check = torch.ops.anchorline.read_documents, torch.ops.anchorline.check_labels
+    read, check_masks, check = (
+        getattr(torch.ops.anchorline, x) for x in ("read_positions", "check_masks", "check_labels")
+    )
     inputs = with_labels(batch())
     ids, tokens, targets = (inputs[name] for name in ("document_ids", "input_ids", "labels"))
-    assert torch.equal(read(ids, None, None, torch.ones(1, 12), 12, None), ids)
+    assert torch.equal(check_masks(ids, torch.ones(1, 12), 12, None, None), ids)
     flat = torch.tensor([[0, 1, 2, 0, 1]])
-    assert read(None, flat, torch.tensor([0, 3, 5]), None, 5, 5).tolist() == [[1, 1, 1, 2, 2]]
     attach_module._told.cache_clear()
-    read(None, flat, None, None, 5, 2)
+    read_ids = read(flat, torch.tensor([0, 3, 5]), None, None)
+    assert read_ids.tolist() == [[1, 1, 1, 2, 2]]
+    assert "there is no anchor" in caplog.text
+    check_masks(read_ids, None, 5, flat, 2)
     assert "torchtrain.extend(config, 5)" in caplog.text
-    assert refused(lambda: read(None, ids.cumsum(1), None, None, 12, None)).startswith("document_ids: missing")
-    assert refused(lambda: read(ids, None, None, ids - 1, 12, None)).startswith("attention_mask: not honoured")
+    assert refused(lambda: read(flat, torch.tensor([0, 2, 5]), None, None)).startswith(
+        "cu_seq_lens_q: begins documents"
+    )
+    assert refused(lambda: check_masks(ids, ids - 1, 12, None, None)).startswith("attention_mask: not honoured")
     assert torch.equal(check(tokens, None, targets, ids), targets)
     assert refused(lambda: check(tokens, None, tokens, ids)).startswith("shift_labels: each is its own token")
     assert refused(lambda: check(tokens, tokens, None, ids)).startswith(
@@ -221,7 +227,7 @@ def test_the_model_is_left_as_it_was(leaks):
         assert not model._forward_pre_hooks
     else:
         torchtrain.attach(torchtrain.attach(model))
-        assert (len(model._forward_pre_hooks), len(model.model._forward_pre_hooks)) == (1, 2)
+        assert (len(model._forward_pre_hooks), len(model.model._forward_pre_hooks)) == (2, 2)
     assert state() == before
 
 
@@ -404,4 +410,4 @@ def test_documents_of_transformers_own_flattening_are_read_from_its_positions(ke
     torch.testing.assert_close(together, torch.cat(alone))
     if kernel_arguments:
         batch["cu_seq_lens_q"] = batch["cu_seq_lens_q"] + 1
-        assert refused(lambda: model(**batch, use_cache=False)).startswith("cu_seq_lens_q: begins documents where")
+        assert refused(lambda: model(**batch, use_cache=False)).startswith("cu_seq_lens_q: begins documents")

@@ -125,6 +125,22 @@ def test_padding_is_zero_and_never_nan(engine):
         assert torch.equal(lse.isneginf().all(1), padding)
 
 
+@pytest.mark.parametrize("stray", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("extras", [{}, {"window": 3}, {"sinks_H": torch.tensor([-1.0, 0.5, 2.0, 0.0])}])
+@pytest.mark.parametrize("engine", ["sdpa", "flash", "dense"])
+def test_what_padding_holds_reaches_nothing(engine, extras, stray):
+    """Neither from queries, keys and values nor from gradients there. 0 times what a mask hides would be NaN."""
+    ids_BT = named_batch()
+    padding = ids_BT == -1
+    assert padding.any()
+    arrays = draw_qkv(ids_BT)
+    blank, strayed = ([x.masked_fill(padding[..., None, None], fill) for x in arrays] for fill in (0.0, stray))
+    want, want_lse = attend_with_gradients(engine, *blank, ids_BT, **extras)
+    got, lse = attend_with_gradients(engine, *strayed, ids_BT, **extras)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert lse is None or torch.equal(lse, want_lse)
+
+
 @pytest.mark.parametrize("engine", ["sdpa", "flash"])
 def test_a_bos_copy_per_document_equals_the_gathered_anchor(engine):
     """The authors' FlashAttention engine puts a BOS in front of each document; gathering its key and value is the

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anchorline.errors import UserError
+from torchtrain.attention.engines.gather import blank_padding
 from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.attention.rule import visible_BTT
@@ -46,6 +47,7 @@ def attend_dense(
     B, T, H, D = q_BTHD.shape
     K = k_BTKD.shape[2]
     check_tokens(T)
+    q_BTHD, k_BTKD, v_BTKD = (blank_padding(x, plan) for x in (q_BTHD, k_BTKD, v_BTKD))
     q_BKGTD = q_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4)
     k_BK1TD = k_BTKD.permute(0, 2, 1, 3)[:, :, None]
     v_BK1TD = v_BTKD.permute(0, 2, 1, 3)[:, :, None]
@@ -66,4 +68,4 @@ def attend_dense(
     probs = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)[..., :T]
     out_BKGTD = probs.to(q_BTHD.dtype) @ v_BK1TD
     lse_BHT = logits.detach().logsumexp(-1).flatten(1, 2)
-    return out_BKGTD.permute(0, 3, 1, 2, 4).reshape(B, T, H, D), lse_BHT
+    return blank_padding(out_BKGTD.permute(0, 3, 1, 2, 4).reshape(B, T, H, D), plan), lse_BHT

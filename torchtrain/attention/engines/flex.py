@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from anchorline.errors import UserError
 from torchtrain.attention.block_mask import BLOCK
+from torchtrain.attention.engines.gather import blank_padding
 from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.marks import PADDING
@@ -41,13 +42,15 @@ def attend_flex(
     if needs_grad and not q_BTHD.is_cuda:
         raise UserError(f"attention flex: no backward pass on {q_BTHD.device.type}; choose sdpa, or torch.no_grad()")
     T = q_BTHD.shape[1]
-    padded = [F.pad(x, (0, 0, 0, 0, 0, -T % BLOCK)).transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD)]
+    given = (blank_padding(x, plan) for x in (q_BTHD, k_BTKD, v_BTKD))
+    padded = [F.pad(x, (0, 0, 0, 0, 0, -T % BLOCK)).transpose(1, 2) for x in given]
     block_mask = plan.block_mask(layer.window, layer.keep_anchor)
     options: dict[str, Any] = {"block_mask": block_mask, "scale": layer.scale, "enable_gqa": True}
     if layer.softcap is not None:
         options["score_mod"] = _cap(layer.softcap)
     if not q_BTHD.is_cuda:  # the compiled CPU kernel gives no log-sum-exp
-        return _compiled_flex_attention()(*padded, **options)[:, :, :T].transpose(1, 2), None
+        out_BHUD = _compiled_flex_attention()(*padded, **options)
+        return blank_padding(out_BHUD[:, :, :T].transpose(1, 2), plan), None
     out_BHUD, aux = _compiled_flex_attention()(*padded, **options, return_aux=AuxRequest(lse=True))
     lse_BHU = aux.lse
     if sinks_H is not None:  # FlexAttention differentiates its log-sum-exp
@@ -55,7 +58,7 @@ def attend_flex(
         lse_BHU = torch.logaddexp(lse_BHU, sinks_H.float()[:, None])
     # FlexAttention's kernels choose the log-sum-exp of a query that sees nothing; the rule says -inf.
     lse_BHT = lse_BHU[:, :, :T].detach().masked_fill((plan.document_ids_BT == PADDING)[:, None], float("-inf"))
-    return out_BHUD[:, :, :T].transpose(1, 2), lse_BHT
+    return blank_padding(out_BHUD[:, :, :T].transpose(1, 2), plan), lse_BHT
 
 
 @functools.cache

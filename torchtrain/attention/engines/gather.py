@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from torchtrain.attention.plan import AttentionPlan
+from torchtrain.marks import PADDING
 
 
 class _GatherKeys(torch.autograd.Function):
@@ -60,6 +61,14 @@ def scatter_queries(x: Tensor, plan: AttentionPlan, fill: float = 0.0) -> Tensor
         return x.reshape(B, T, *x.shape[1:])
     full = x.new_full((B * T, *x.shape[1:]), fill)
     return full.index_copy(0, plan.q_index_N, x).view(B, T, *x.shape[1:])
+
+
+def blank_padding(x_BTHD: Tensor, plan: AttentionPlan) -> Tensor:
+    """Return x with 0 at padding, and no gradient there. A mask alone multiplies by 0, which keeps NaN and infinity."""
+    B, T = plan.document_ids_BT.shape
+    if len(plan.q_index_N) == B * T:
+        return x_BTHD
+    return x_BTHD.masked_fill((plan.document_ids_BT == PADDING)[:, :, None, None], 0)
 
 
 def attend_nothing(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
