@@ -228,7 +228,9 @@ def _as_tokens(content: Any, vocabulary: int, where: str) -> np.ndarray:
         ids = np.asarray(content)
     except ValueError:
         ids = np.zeros(0)
-    if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
+    if ids.ndim == 1 and not len(ids):
+        raise UserError(f"{where}: a {type(content).__name__} without a token id; remove it")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"{where}: a {type(content).__name__} is no text and no list of token ids; remove it")
     if ids.min() < 0 or ids.max() >= vocabulary:
         raise UserError(f"{where}: the token ids go from {ids.min()} to {ids.max()}; give those of 0..{vocabulary - 1}")

@@ -4,6 +4,7 @@ model = torchtrain.attach(model)
 model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache=False)
 """
 
+import inspect
 import logging
 from functools import cache
 from types import SimpleNamespace
@@ -102,6 +103,7 @@ def _attach_whole(model: _Model, inner: PreTrainedModel) -> _Model:
 
 def _add_hooks(model: nn.Module, inner: PreTrainedModel) -> None:
     for module, check in ((model, _check_labels), (inner.base_model, _check_masks)):
+        setattr(module, _ARGUMENTS, tuple(inspect.signature(type(module).forward).parameters)[1:])
         for hook in (_read_positions, check):
             if hook not in module._forward_pre_hooks.values():  # attached before
                 module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -132,6 +134,7 @@ def _longest_row(model: PreTrainedModel) -> str:
     return said
 
 
+_ARGUMENTS = "_anchor_arguments"  # attribute of a module with hooks: the names of its forward's arguments
 # What transformers' DataCollatorWithFlattening says of documents beside `position_ids`:
 _FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -142,17 +145,21 @@ def _decoder(model: Any) -> PreTrainedModel:
 
 def _read_positions(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Without `document_ids`, number the documents that `position_ids` show.
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Without `document_ids`, number the documents that `position_ids` show. The hooks after it see names alone.
 
     So transformers' DataCollatorWithFlattening and TRL's `padding_free` give documents. None of them is an anchor.
     """
+    named = dict(zip(getattr(model, _ARGUMENTS)[1:], args[1:], strict=False))
+    args, kwargs = args[:1], kwargs | named
     positions, tokens, decoder = kwargs.get("position_ids"), _tokens(args, kwargs), _decoder(model)
     given = (kwargs.get(name) is not None for name in ("document_ids", "plan", "past_key_values"))
-    if tokens is None or any(given) or not (runs_whole(decoder) or _is_ours(decoder)):
-        return None
-    if not isinstance(positions, Tensor) or positions.ndim != 2:
-        return None
+    if tokens is None or not isinstance(positions, Tensor) or positions.ndim != 2:
+        return args, kwargs
+    if any(given) or not (runs_whole(decoder) or _is_ours(decoder)):
+        return args, kwargs
+    if positions.shape[0] not in (1, tokens.shape[0]) or positions.shape[1] != tokens.shape[1]:
+        raise UserError(f"position_ids: {list(positions.shape)} for {list(tokens.shape[:2])} tokens; give one for each")
     said = [kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")]
     if len(positions) == 1:
         positions = positions.expand(tokens.shape[0], -1)
@@ -176,7 +183,8 @@ def _documents_of(
     """
     begins_BT = torch.diff(positions_BT, prepend=positions_BT[:, :1]) != 1
     for name, offsets in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
-        if offsets is not None and begins_BT.flatten().nonzero().flatten().tolist() != offsets[:-1].tolist():
+        said = None if offsets is None else offsets.unique_consecutive().tolist()  # padded with the last one to a size
+        if said is not None and said != [*begins_BT.flatten().nonzero().flatten().tolist(), begins_BT.numel()]:
             raise UserError(f"{name}: begins documents elsewhere than position_ids; give document_ids")
     ids_BT = begins_BT.cumsum(1)
     if seq_idx is not None and not _has_documents(seq_idx, ids_BT):

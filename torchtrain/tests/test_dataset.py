@@ -103,6 +103,11 @@ def test_epochs_go_on_with_another_order_and_all_tokens(variant, rows_of_epoch):
     np.testing.assert_equal(rows.row_at(0), packed(lengths, variant, seed=2)[0])
     with pytest.raises(IndexError):
         rows[len(rows)]
+    for index in (np.int64(1), np.array(1), torch.tensor(1)):  # as samplers of torch and numpy give them
+        np.testing.assert_equal(rows[index], rows[1])
+    for index in (1.0, "1", slice(1)):
+        with pytest.raises(TypeError):
+            rows[index]
 
 
 @pytest.mark.parametrize("variant", ["anchor", "anchor+tag"])

@@ -103,6 +103,10 @@ def test_columns_that_a_trainer_would_remove_are_named(tmp_path):
         (["w1"], {"tokenizer": object()}, "tokenizer: object is no fast tokenizer"),
         (["w1"], {"seed": -1}, "seed: -1; give an integer"),
         (["w1"], {"append_eos": "no"}, "append_eos: 'no'; give True or False"),
+        (["w1", []], {}, r"documents\[1\]: a list without a token id; remove it"),
+        ([np.zeros(0, int)], {}, r"documents\[0\]: a ndarray without a token id"),
+        ([{"input_ids": ()}], {}, r"documents\[0\]: a tuple without a token id"),
+        ([[[3]]], {}, r"documents\[0\]: a list is no text and no list of token ids"),
         (["w1 \ud800"], {}, r"documents\[0\]: the text has half of a surrogate pair"),
     ],
 )

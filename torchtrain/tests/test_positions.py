@@ -67,16 +67,15 @@ def test_one_row_of_positions_serves_the_whole_batch(models):
 
 def test_torch_compile_reads_the_same():
     torch.compiler.reset()
-    model = torchtrain.attach(tiny_model().eval())
-    call = torch.compile(lambda **inputs: model(**inputs).logits, fullgraph=True, backend="eager")
-    for rows in ([WHOLE, LAYOUTS["begins inside a document"]], [LAYOUTS["restarts at 1"], WHOLE]):
-        inputs = {"input_ids": tokens_of(rows), "position_ids": torch.tensor(rows), "use_cache": False}
-        with torch.no_grad():
-            assert torch.equal(call(**inputs), model(**inputs).logits)
-            assert_alone(call(**inputs), inputs["input_ids"], inputs["position_ids"], ids_of(rows))
-    inputs = {"input_ids": inputs["input_ids"], "position_ids": inputs["position_ids"], "labels": inputs["input_ids"]}
-    call = torch.compile(lambda **inputs: model(**inputs).loss, fullgraph=True, backend="eager")
-    assert refused(lambda: call(**inputs)).startswith("labels: transformers shifts them over the ends of documents")
+    model = torchtrain.attach(tiny_model(num_hidden_layers=1).eval())
+    call = torch.compile(lambda **inputs: model(**inputs), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for rows in ([WHOLE, LAYOUTS["begins inside a document"]], [LAYOUTS["restarts at 1"], WHOLE]):
+            tokens = tokens_of(rows)
+            inputs = {"position_ids": torch.tensor(rows), "labels": tokens.masked_fill(torch.arange(7) == 4, -100)}
+            assert torch.equal(call(input_ids=tokens, **inputs).logits, model(tokens, **inputs).logits)
+            said = refused(lambda: call(input_ids=tokens, **inputs | {"labels": tokens}))  # noqa: B023
+            assert said.startswith("labels: transformers shifts them over the ends of documents")
 
 
 OFFSETS = torch.tensor([0, 4, 5, 7], dtype=torch.int32)
@@ -86,11 +85,12 @@ OFFSETS = torch.tensor([0, 4, 5, 7], dtype=torch.int32)
     ("said", "refusal"),
     [
         ({"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 4, "max_length_k": 4}, None),
+        ({"cu_seq_lens_q": OFFSETS[[0, 1, 2, 3, 3, 3]]}, None),
         ({"seq_idx": torch.tensor([[4, 4, 4, 4, 0, 1, 1]], dtype=torch.int32)}, None),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 2, 3, 3]])}, None),
         ({"attention_mask": torch.ones(1, 7)}, None),
         ({"cu_seq_lens_q": OFFSETS + 1}, "cu_seq_lens_q: begins documents elsewhere than position_ids"),
-        ({"cu_seq_lens_q": OFFSETS[[0, 2, 3]]}, "cu_seq_lens_q: begins"),
+        ({"cu_seq_lens_q": OFFSETS[[0, 1, 2, 2]]}, "cu_seq_lens_q: begins"),
         ({"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS[[0, 3]]}, "cu_seq_lens_k: begins"),
         ({"seq_idx": torch.zeros(1, 7, dtype=torch.int32)}, "seq_idx: begins documents elsewhere than position_ids"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 3, 3]])}, "attention_mask: its segments are not the"),
@@ -127,6 +127,15 @@ def test_labels_end_with_documents_in_every_batch(models, engine, told):
         said = refused(lambda: models[engine](tokens, **inputs, labels=tokens))
         assert said.startswith("labels: transformers shifts them over the ends of documents")
     models[engine](tokens, **inputs, labels=good, shift_labels=good.roll(-1, 1))
+    if told == "position_ids":  # and by the order of arguments
+        said = refused(lambda: models[engine](tokens, None, positions, None, None, tokens))
+        assert said.startswith("labels: transformers shifts them over the ends of documents")
+
+
+def test_there_is_a_position_for_each_token(models):
+    for shape in ((1, 6), (2, 6), (2, 8), (4, 7)):
+        said = refused(lambda: models["auto"](tokens_of([WHOLE] * 3), position_ids=torch.zeros(shape).long()))  # noqa: B023
+        assert said == f"position_ids: {list(shape)} for [3, 7] tokens; give one for each"
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16, torch.complex64])

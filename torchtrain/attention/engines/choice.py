@@ -87,8 +87,9 @@ def attend(
             (`torchtrain.attention.rule`).
 
     Returns:
-        out [B, T, H, D] (as narrow as v) in q's dtype, 0 at padding, whatever padding holds (NaN, too); and the detached log-sum-exp [B, H, T], with the
+        out [B, T, H, D] (as narrow as v) in q's dtype, 0 at padding; and the detached log-sum-exp [B, H, T], with the
         sink where there is one, -inf at padding, or None from an engine that has none (`sdpa`, and `flex` on a CPU).
+        What padding holds reaches nothing, NaN and infinity neither.
 
     Raises:
         UserError: shapes, dtypes or devices that do not fit each other, bad document ids, an engine that cannot run or
