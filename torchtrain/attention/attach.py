@@ -24,6 +24,8 @@ from torchtrain.marks import IGNORED
 
 logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
+# Relative: a power in float32 is right to a few roundings on any device. bfloat16 rounds to 2**-9.
+_DEVICES_DIFFER = 2.0**-20
 DOCUMENTS = "documents"  # of `attach`'s engines
 
 
@@ -51,8 +53,8 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
         The same model.
 
     Raises:
-        UserError: no such model, an engine that cannot run here, a family that ignores the setting, or a layer that
-            leaks, by name.
+        UserError: no such model, an engine that cannot run here, a family that ignores the setting, a layer that leaks,
+            by name, or RoPE that is not the config's.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
@@ -62,6 +64,7 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
         )
     if inner.device.type == "meta":
         raise UserError("attach: the model is on the device meta, and has no weights; load them first")
+    _check_frequencies(inner)
     if engine == DOCUMENTS:
         if keep_anchor:
             raise UserError(
@@ -117,6 +120,32 @@ def _read_back(model: PreTrainedModel, name: str) -> None:
             f"attach: {type(model).__name__} computes attention in its own way and ignores "
             f"attn_implementation={name!r} (it runs {config._attn_implementation!r}); choose another model"
         )
+
+
+def _check_frequencies(model: PreTrainedModel) -> None:
+    """Refuse RoPE that was changed after the model was built: in its config, in its module, or by a cast."""
+    config = model.config.get_text_config(decoder=True)
+    for name, module in model.named_modules():
+        own = [x for x, _ in module.named_buffers(recurse=False) if x.endswith("inv_freq") and "original" not in x]
+        if not own or not isinstance(config, type(getattr(module, "config", None))):
+            continue
+        built: Any = type(module)(config)
+        for buffer in own:
+            kept, first = getattr(module, buffer), buffer.replace("inv_freq", "original_inv_freq")
+            if any(kind in str(module.rope_type) for kind in ("dynamic", "longrope")):  # those follow the longest row
+                kept = getattr(module, first, kept)
+            if kept.dtype in (torch.bfloat16, torch.float16):
+                raise UserError(
+                    f"{name}.{buffer}: rounded to {kept.dtype} when the model was cast, which misplaces far tokens; "
+                    f"load the model in its dtype: from_pretrained(..., dtype={kept.dtype})"
+                )
+            wanted, scaling = getattr(built, buffer).to(kept), buffer.replace("inv_freq", "attention_scaling")
+            same = kept.shape == wanted.shape and torch.allclose(kept, wanted, rtol=_DEVICES_DIFFER, atol=0)
+            if not same or getattr(module, scaling, None) != getattr(built, scaling, None):
+                raise UserError(
+                    f"{name}.{buffer}: not what model.config.rope_parameters make; RoPE is set when a model is built: "
+                    "change a config first (torchtrain.extend), then load with from_pretrained(..., config=config)"
+                )
 
 
 def _longest_row(model: PreTrainedModel) -> str:

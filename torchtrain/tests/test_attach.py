@@ -22,7 +22,7 @@ from anchorline.errors import UserError
 from torchtrain.attention import attach as attach_module
 from torchtrain.attention import hf, visible_BTT
 from torchtrain.attention.masks import MASKS_TOLD, MASKS_WITH_A_LENGTH, functions_by_length, functions_in
-from torchtrain.tests.tiny import refused
+from torchtrain.tests.tiny import refused, tiny_model
 
 SIZES = {
     "vocab_size": 61,
@@ -266,6 +266,50 @@ def test_a_hybrid_is_refused_at_the_first_call_without_attach():
     assert said.startswith("layers.0: conv by config.layer_types, which can carry one document into another;")
     assert said.endswith("call torchtrain.attach(model)")
     torchtrain.attach(model)(**batch(), use_cache=False)
+
+
+def give_theta(model, kind=None):
+    parameters = model.config.rope_parameters
+    (parameters if kind is None else parameters[kind])["rope_theta"] *= 2
+
+
+def replace_config(model):
+    model.config = torchtrain.extend(model.config, 128)
+
+
+YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.5}}
+LONG = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "change", "refusal"),
+    [
+        ("llama", {}, give_theta, "model.rotary_emb.inv_freq: not what model.config.rope_parameters make"),
+        ("llama", {}, replace_config, "model.rotary_emb.inv_freq: not what"),
+        ("llama", YARN, lambda m: m.config.rope_parameters.update(factor=2.0), "model.rotary_emb.inv_freq: not what"),
+        (
+            *("llama", YARN, lambda m: m.config.rope_parameters.update(attention_factor=1.0)),
+            "model.rotary_emb.inv_freq: not what",
+        ),
+        ("llama", {}, lambda m: m.model.rotary_emb.inv_freq.mul_(0.5), "model.rotary_emb.inv_freq: not what"),
+        (
+            *("gemma3_text", {}, lambda m: give_theta(m, "sliding_attention")),
+            "model.rotary_emb.sliding_attention_inv_freq: not what",
+        ),
+        ("llama", {}, nn.Module.bfloat16, "model.rotary_emb.inv_freq: rounded to torch.bfloat16 when the model was"),
+        ("llama", {}, nn.Module.half, "model.rotary_emb.inv_freq: rounded to torch.float16"),
+        ("llama", {}, nn.Module.double, None),
+        ("llama", LONG, lambda m: m(torch.ones(1, 90, dtype=torch.long)), None),  # its frequencies are those of 90
+    ],
+)
+def test_rope_is_that_of_the_config(family, changes, change, refusal):
+    model = tiny_model(family, **changes)
+    change(model)
+    for engine in ("auto", "documents"):
+        if refusal is None:
+            torchtrain.attach(model, engine)
+        else:
+            assert refused(lambda: torchtrain.attach(model, engine)).startswith(refusal)  # noqa: B023
 
 
 def test_a_family_that_ignores_the_setting():
