@@ -22,11 +22,13 @@ Legend: B batch · T tokens of a row · V vocabulary.
 import argparse
 import contextlib
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -306,7 +308,9 @@ def logits_and_gradients(
     options = {"use_cache": False, "output_hidden_states": hidden}
     with torch.set_grad_enabled(backward):
         if not ours and _carries_a_state(model):
-            logits_BTV, *layers = each_document_alone(model, batch, options)
+            own = types.MethodType(type(model.base_model).forward, model.base_model)
+            with patch.object(model.base_model, "forward", own):  # without engine documents
+                logits_BTV, *layers = each_document_alone(model, batch, options)
         else:
             output = model(**(batch if ours else rule_as_masks(batch, model)), **options)
             logits_BTV, layers = output.logits, output.hidden_states or ()

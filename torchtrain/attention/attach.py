@@ -18,7 +18,7 @@ from anchorline.errors import UserError
 from torchtrain.attention.engines.choice import resolve_engine
 from torchtrain.attention.hf import KEEPS_ANCHOR, announced, implementation_name, register
 from torchtrain.attention.masks import MASKED_LAYER_TYPES, NOT_HONOURED, caps_scores, hides_nothing
-from torchtrain.attention.recurrent import runs_whole, separate_layers, separate_model
+from torchtrain.attention.recurrent import holds_documents, runs_whole, separate_layers, separate_model
 from torchtrain.attention.separation import check_separation
 from torchtrain.marks import IGNORED
 
@@ -185,7 +185,7 @@ def _read_positions(
     given = (kwargs.get(name) is not None for name in ("document_ids", "plan", "past_key_values"))
     if tokens is None or not isinstance(positions, Tensor) or positions.ndim != 2:
         return args, kwargs
-    if any(given) or not (runs_whole(decoder) or _is_ours(decoder)):
+    if any(given) or not (runs_whole(decoder) or _is_ours(decoder)) or (model is decoder and holds_documents(decoder)):
         return args, kwargs
     if positions.shape[0] not in (1, tokens.shape[0]) or positions.shape[1] != tokens.shape[1]:
         raise UserError(f"position_ids: {list(positions.shape)} for {list(tokens.shape[:2])} tokens; give one for each")

@@ -104,6 +104,11 @@ def runs_whole(decoder: nn.Module) -> bool:
     return getattr(vars(decoder).get("forward"), "func", None) is _run_model
 
 
+def holds_documents(decoder: nn.Module) -> bool:
+    """Whether the whole model was given documents that it may not hand on to its decoder."""
+    return bool(getattr(decoder, _HELD, None))
+
+
 @torch.compiler.disable(reason=APART)
 def _run(
     module: nn.Module,

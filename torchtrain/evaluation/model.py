@@ -81,13 +81,12 @@ class SharedPrefixLM(HFLM):
     # --- likelihoods --------------------------------------------------------------------------------------------------
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """See `HFLM`, which puts BOS, or EOS, before a text. The tokenizer then puts none, and the anchor gets room."""
-        puts, self.add_bos_token = self.add_bos_token, False
+        """See `HFLM`, which puts BOS, or EOS, before a text, also where the tokenizer does. The anchor gets room."""
         self._max_length = self._length - len(self._anchor)
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm)
         finally:
-            self.add_bos_token, self._max_length = puts, self._length
+            self._max_length = self._length
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         self._max_length, most = self._length, self._length + 1  # the last token is not read

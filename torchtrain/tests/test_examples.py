@@ -94,7 +94,7 @@ def test_strings_train(capsys):
         ({}, r"attention_mask: .* \(TRL: set packing=True, or padding_free=True and max_length=None\)"),
     ],
 )
-def test_trls_own_packing_trains_or_is_refused_by_the_name_of_the_setting(tmp_path, settings, refusal):
+def test_trls_own_packing_trains_or_is_refused_by_the_name_of_the_setting(tmp_path, settings, refusal, caplog):
     words = [[f"w{(7 * n + i) % 62}" for i in range(5 + n % 11)] for n in range(32)]
     rows = [{"prompt": " ".join(w[:3]) + " ", "completion": " ".join(w[3:])} for w in words]
     fixed = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "bf16": False}
@@ -107,6 +107,7 @@ def test_trls_own_packing_trains_or_is_refused_by_the_name_of_the_setting(tmp_pa
     if refusal is None:
         trainer.train()
         assert trainer.state.global_step == 2
+        assert caplog.text.count("there is no anchor (rows of torchtrain.pack have one)") == 1
     else:
         with pytest.raises(UserError, match=refusal):
             trainer.train()

@@ -129,6 +129,20 @@ def test_lm_evals_requests_are_answered_as_by_its_own_class(model):
         assert lm.loglikelihood_rolling(rolling) == pytest.approx(stock.loglikelihood_rolling(rolling), rel=1e-5)
 
 
+@pytest.mark.parametrize("template", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])
+def test_perplexities_of_texts_are_lm_evals(model, template):
+    """Where the tokenizer adds tokens of its own, too: BOS after lm-eval's own first token is read, and scored."""
+    tokenizer = tiny_tokenizer()
+    special = [("<s>", 256), ("</s>", 257)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    texts = ["abc", "", "<s>abc", "a b " * 100]  # the last is read in windows
+    asked = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
+    with quiet_library():
+        stock = HFLM(pretrained=model, tokenizer=tokenizer, max_length=256)
+        found = SharedPrefixLM(model, tokenizer, 1, 256).loglikelihood_rolling(asked)
+        assert found == pytest.approx(stock.loglikelihood_rolling(asked), rel=1e-5)
+
+
 def test_every_request_sees_the_anchor_once(model):
     """Whatever its kind, where a prompt is cut too, and where the tokenizer puts it there itself."""
     bos = tiny_tokenizer()
@@ -146,7 +160,9 @@ def test_every_request_sees_the_anchor_once(model):
                 ids_BT, mask_BT = lm.tok_batch_encode([text, "d"], left_truncate_len=50)
                 rows.append(ids_BT[0][mask_BT[0].bool()].tolist())
         assert max(map(len, rows)) <= 64
-        assert not any(256 in row[1:] for row in rows)
+        # lm-eval puts its own BOS before a whole text, in front of the tokenizer's.
+        twice = [n for n, row in enumerate(rows) if 256 in row[1:]]
+        assert twice == ([4, 5] if tokenizer is bos else [])
         # lm-eval cuts a prompt on the left, and a long text into windows: the third, the seventh, the last.
         assert [row[0] == 256 for row in rows] == [n in (0, 1, 3, 4, 5, 7, 8) or bool(anchor) for n in range(10)]
 
