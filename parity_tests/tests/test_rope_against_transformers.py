@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaConfig, modeling_rope_utils
 from transformers.models.llama import modeling_llama
 
+from benchmarks import tf32_angles
 from jaxref.rope import cos_sin, inverse_frequencies, rotate
 from jaxref.rope_spec import RopeSpec
 from jaxref.rounding import preset
@@ -143,3 +144,12 @@ def assert_tables_equal_but_at_ties(ours: np.ndarray, theirs: torch.Tensor, exac
     tie = (ours.astype(np.float64) + theirs_float) / 2
     reach = 2 * np.spacing(np.abs(exact.float().numpy()))
     assert (np.abs(exact.numpy() - tie)[differs] <= reach[differs]).all()
+
+
+def test_a_cpu_takes_no_tf32_for_the_angles():
+    """The part `tf32` of benchmarks/gpu.sh. TF32 positions would err a hundred times as much."""
+    on, off = (tf32_angles.largest_error("cpu", allowed) for allowed in (True, False))
+    assert off == on
+    positions = np.arange(tf32_angles.POSITION + 1)
+    rounded = np.asarray(cos_sin(positions[None], np.array([1.0]), 1.0, preset("exact").replace(position="tf32"))[0])
+    assert np.abs(rounded[0, :, 0] - np.cos(positions)).max() > 100 * off
