@@ -32,6 +32,7 @@ STUDIES = {
     "fp8.": "precision-fp8.json.xz",
     "places.": "precision-places.json.xz",
     "places.second.": "precision-places-second.json.xz",
+    "places.trained.": "precision-places-trained.json.xz",
     "places.second.trained.": "precision-places-second-trained.json.xz",
 }
 
@@ -99,7 +100,7 @@ def _published() -> Numbers:
     """What the paper's table 5 says of resets and anchors: the mean over the lengths, one number for each training."""
     rows = [table.rows for table in load_published(ROOT / PUBLISHED).tables if table.table == 5]
     contrasts = {"reset": ("intra_reset", "intra"), "anchor": ("anchor", "intra_reset")}
-    each = {name: [np.mean(np.subtract(run[a], run[b])) for run in rows] for name, (a, b) in contrasts.items()}
+    each = {name: [float(np.mean(np.subtract(run[a], run[b]))) for run in rows] for name, (a, b) in contrasts.items()}
     return {f"paper.{name}": mean_of(values).written() for name, values in each.items()}
 
 
@@ -336,17 +337,20 @@ def _places(results: Results) -> Effects:
             if tuple(place) != a or other is None:
                 continue
             measure = "error" if kind == "attention" else "kl"
+            if isinstance(one, AttentionRecord) and isinstance(other, AttentionRecord):
+                for text in np.divide(_moved(one), _moved(other)):
+                    yield f"{name}.{tokens}.texts", mean_of([float(text)])
             for key in (f"{name}.{tokens}", f"{name}.{tokens}.{condition}"):
                 yield f"{key}.{measure}", _fold(one, other)
                 if isinstance(one, OutputsRecord) and isinstance(other, OutputsRecord):
                     yield f"{key}.loss", difference_of(_lost(one), _lost(other))
 
 
-def _lost(one: OutputsRecord) -> np.ndarray:
+def _lost(one: OutputsRecord) -> list[float]:
     """Return what the roundings add to the loss, text by text."""
     assert one.outputs.nll_p is not None
     assert one.outputs.nll_q is not None
-    return np.subtract(one.outputs.nll_q.values, one.outputs.nll_p.values)
+    return np.subtract(one.outputs.nll_q.values, one.outputs.nll_p.values).tolist()
 
 
 def _causes(results: Results) -> Effects:

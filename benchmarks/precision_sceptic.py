@@ -103,7 +103,7 @@ def places() -> None:
         "anchor": (("anchor", 0, 4096), ("bos", 4096, 0)),
         "anchor_over_bare": (("anchor", 0, 4096), ("none", 4097, 0)),
     }
-    for prefix in ("places.", "places.second.", "places.second.trained."):
+    for prefix in ("places.", "places.second.", "places.trained.", "places.second.trained."):
         study = "precision-" + prefix.rstrip(".").replace(".", "-")
         for name, ends in pairs.items():
             quotients = []
@@ -134,7 +134,7 @@ def tf32() -> None:
     for prefix, study in (("", "precision"), ("second.", "precision-second")):
         about = {"group": "setup", "d1": 8128, "gap": 0, "task": "text"}
         with_tf32, without = (
-            values(*find(study, condition=f"hf_eager_bf16{end}", **about), "nll_q") for end in ("_tf32", "")
+            values(find(study, condition=f"hf_eager_bf16{end}", **about)[0], "nll_q") for end in ("_tf32", "")
         )
         show(f"{prefix}tf32.near.8192.harm", interval(with_tf32 - without))
 
