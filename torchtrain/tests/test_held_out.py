@@ -52,7 +52,7 @@ def test_blocks_hold_the_same_tokens_however_rows_are_spread(monkeypatch, size, 
     packed = torchtrain.pack(texts, tiny_tokenizer(), 96)
     rows = [{**packed[i], "input_ids": np.arange(96) * (i + 1)} for i in range(len(packed))]
 
-    def blocks(world: World, micro_batch: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def blocks(world: World, micro_batch: int) -> list[torch.Tensor]:
         found = []
         for first, dealt in assign_held_out(rows, micro_batch, world):
             batch = make_micro_batch(collate(dealt), world, HeldOut(["a"], 64).labels_of)

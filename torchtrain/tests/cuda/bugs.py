@@ -43,7 +43,7 @@ WAITS = {
     "training/losses.py add: float64 aten::cat",
     "training/losses.py read: float64 aten::cat",  # and the norm beside them
     "training/losses.py read: copy to the host",
-    "training/held_out.py measure_held_out: copy to the host",  # the interval's blocks of losses, once a row
+    "training/held_out.py _losses_in_order: copy to the host",  # the interval's blocks of losses, once a row
 }
 
 SAVING = [{"activation_checkpointing": "keep_attention"}, {"activation_checkpointing": "offload", "layer_chunk": 50}]
