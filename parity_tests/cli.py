@@ -92,6 +92,7 @@ def compare(
     axes: Annotated[list[str] | None, typer.Option(help="letters of axes, such as '*.attn=BTHD' or '*=TM'")] = None,
     dtype: Annotated[str | None, typer.Option(help="the candidate's, where the stored one is wider")] = None,
     operations: Annotated[int, typer.Option(min=1, help="roundings a layer, where there is no reference")] = 16,
+    logprobs: Annotated[bool, typer.Option(help="files of token_ids and logprobs: JSONL or safetensors")] = False,
     out: Annotated[Path | None, typer.Option(help="report.html, report.json, junit.xml, badge.json")] = None,
     format_: Format = "text",
 ) -> None:
@@ -105,6 +106,7 @@ def compare(
       parity compare mine.safetensors --truth fp64.safetensors --reference bf16.safetensors --out report
       parity compare ranks/ --truth fp64.safetensors --reference bf16.safetensors --names megatron
       parity compare new.safetensors --against old.safetensors
+      parity compare --logprobs sampler.jsonl --truth fp64.jsonl --reference trainer.jsonl
     """
     from anchorline.errors import UserError
     from anchorline.tolerance import UNIT_ROUNDOFF
@@ -123,6 +125,7 @@ def compare(
         from parity_tests.comparing.compare import compare, verdict
         from parity_tests.comparing.dumps import open_dump
         from parity_tests.comparing.judging import Rule
+        from parity_tests.comparing.logprobs import describe, open_logprobs
         from parity_tests.comparing.names import load_names, recognise, rename
 
         if out is not None:
@@ -133,6 +136,8 @@ def compare(
         def read(path: Path | None, called: str | None) -> Any:
             if path is None:
                 return None
+            if logprobs:
+                return open_logprobs(path)
             dump = open_dump(path, order, config)
             if called == "auto":
                 called = recognise(dump)
@@ -145,6 +150,7 @@ def compare(
                 (candidate, truth, reference, against), (names, truth_names, truth_names, truth_names), strict=True
             )
         )
+        dtype = dtype or ("float32" if logprobs else None)
         rule = Rule(given, dtype, operations, "difference" if against else "reference" if reference else "floor")
         with _progress() as bar:
             report = compare(
@@ -153,8 +159,8 @@ def compare(
         if out is not None:
             write(report, out)
     passed, said = verdict(report, rule.kind)
-    for line in (said, *(f"  {note}" for note in report.cases[0].notes)):
-        print(line)
+    numbers = describe(first, second or fourth) if logprobs else []
+    print(said, *report.cases[0].notes, *numbers, sep="\n  ")
     _leave_traces(report, out, format_)
     if not passed:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Record what a Flax module computes, array by array, into a safetensors file: the twin of `record.py`, to be copied anywhere.
+"""Record what a Flax module computes, array by array, into a safetensors file: the twin of `record.py`.
 
 out = record(module, {"params": params}, "dump.safetensors", batch)
 """

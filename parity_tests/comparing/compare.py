@@ -54,7 +54,7 @@ def compare(
     assert right is not None, "the command asks for one of them"
     pairs, problems = _pair(candidate, right, reference, only)
     if truth is not None:
-        _refuse_coarse(pairs)
+        _refuse_coarse(pairs, rule.dtype)
     found = measure_all(pairs, rule, tell)
     case = _conclude(found, problems, pairs, rule, {**candidate.config, **right.config})
     # One shape of report for all verbs: a dump is a case.
@@ -134,8 +134,8 @@ def _joined(ranks: Sequence[Array], shape: tuple[int, ...]) -> list[Array]:
     return [Array(ranks[0].dtype, lambda: np.concatenate([array.load() for array in ranks], fits[0]))]
 
 
-def _refuse_coarse(pairs: Mapping[str, Sides]) -> None:
-    kinds = [(FINER.index(c.dtype), FINER.index(t.dtype)) for c, t, _ in pairs.values() if c.dtype and t.dtype]
+def _refuse_coarse(pairs: Mapping[str, Sides], dtype: str | None) -> None:
+    kinds = [(FINER.index(dtype or c.dtype), FINER.index(t.dtype)) for c, t, _ in pairs.values() if c.dtype and t.dtype]
     if kinds and all(true <= mine for mine, true in kinds):
         mine, true = (FINER[max(kind)] for kind in zip(*kinds, strict=True))
         raise UserError(

@@ -307,3 +307,46 @@ def test_it_needs_neither_torch_nor_jax(sides, tmp_path):
     write(folder / "candidate.safetensors", candidate | {"layers.0.attn": np.zeros((B, T, H, D), np.float32)})
     wrong = subprocess.run([sys.executable, "-c", code, "compare", *given], capture_output=True, text=True)
     assert "the output is all zeros" in wrong.stdout, wrong.stderr
+
+
+def test_logprobs_of_a_sampler_are_judged_and_described(tmp_path):
+    random = np.random.default_rng(0)
+    true = [-random.exponential(2.0, n) for n in (40, 25)]
+
+    def lines(name: str, error: float, shift: float = 0.0, ids: int = 0) -> str:
+        rows = [
+            {
+                "token_ids": [*range(ids, ids + len(x))],
+                "logprobs": [*(x + shift + error * random.standard_normal(len(x)))],
+            }
+            for x in true
+        ]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+        return str(tmp_path / name)
+
+    truth, trainer = lines("truth", 0), lines("trainer", 0.01)
+
+    def run_on(candidate: str, *given: str):
+        return CliRunner().invoke(cli.app, ["compare", "--logprobs", candidate, *given])
+
+    judged = ("--truth", truth, "--reference", trainer)
+    right = run_on(lines("sampler", 0.012), *judged)
+    assert right.exit_code == 0, right.output
+    for words in (
+        "difference of 65 tokens: mean",
+        "KL divergence, estimated: ",
+        "from position 0: ",
+        "differs most is ",
+    ):
+        assert words in right.stdout
+    wrong = run_on(lines("sampler", 0.012, 0.1), *judged)
+    assert (wrong.exit_code, "DIFFERENT: logprobs" in wrong.stdout) == (1, True), wrong.output
+    assert "mean 0.09" in wrong.stdout
+    assert "the tokens are not the same" in run_on(lines("sampler", 0, ids=1), *judged).stdout
+    (tmp_path / "bad").write_text('{"token_ids": [1, 2], "logprobs": [0.5]}')
+    bad = run_on(str(tmp_path / "bad"), *judged)
+    assert (bad.exit_code, "line 1 has not one log-probability" in bad.stderr) == (2, True)
+    arrays = {"token_ids": np.arange(12).reshape(2, 6), "logprobs": -np.ones((2, 6), np.float32)}
+    write(tmp_path / "a.safetensors", arrays)
+    same = run_on(str(tmp_path / "a.safetensors"), "--against", str(tmp_path / "a.safetensors"))
+    assert (same.exit_code, "IDENTICAL" in same.stdout) == (0, True)
