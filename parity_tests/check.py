@@ -5,7 +5,7 @@
 
 Truth is the oracle in float64, the allowance what the oracle errs under the function's roundings
 (`anchorline/tolerance.py`). Beyond numbers: nothing invisible may have any effect, exactly.
-docs/checking-your-kernel.md says how a function is called.
+docs/same-computation.md says how a function is called.
 """
 
 from collections.abc import Callable, Iterable

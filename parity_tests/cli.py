@@ -244,7 +244,7 @@ def check(
     like: Annotated[str | None, typer.Option(help="whose roundings it is allowed: flash or eager")] = None,
     lacks: Annotated[list[str] | None, typer.Option(help="what it does not do, and is not asked for")] = None,
 ) -> None:
-    """Judge anyone's attention function on every layout of documents; see docs/checking-your-kernel.md.
+    """Judge anyone's attention function on every layout of documents; see docs/same-computation.md.
 
     Example: parity check mypackage.attention:my_varlen_attention --dtypes bfloat16
     """
