@@ -88,7 +88,14 @@ def _likely_errors(found: Mapping[str, Found]) -> dict[str, float]:
             if len(shape) <= 1 or np.prod(shape) < FEW:
                 kinds[f.name] = [*own, ("forward",)]
     likely = {}
+    logits = next((f for name, f in found.items() if name.endswith(("logits", "lm_head")) and f.measure), None)
     for name, own in kinds.items():
+        measure = found[name].measure
+        if logits and logits.measure and measure and measure.group == "loss" and np.prod(measure.shape) == 1:
+            # A mean over tokens: twice the standard deviation of as many independent errors of logits.
+            tokens = np.prod(logits.measure.shape[:-1])
+            likely[name] = 2 * logits.reference * logits.size / float(np.sqrt(max(1, tokens)))
+            continue
         alike = next((errors[kind] for kind in own if len(errors.get(kind, ())) > 1), [0.0])
         likely[name] = found[name].size * float(np.sqrt(np.mean(np.square(alike))))
     return likely
@@ -114,7 +121,11 @@ def _measure(name: str, sides: Sides, rule: Rule, depth: int, likely: float = 0.
         return Found(name, None, problem=f"{name} is {truth.dtype}; the candidate's holds integers")
     if true.size == 0:
         return Found(name, Measure(**rest, error=0.0, allowance=0.0, worst=[]))
-    dtype = rule.dtype or _dtype_of_values(mine, candidate.dtype)
+    dtype = rule.dtype or candidate.dtype
+    if rule.dtype is None and reference is not None and reference.dtype is not None:
+        # Half precision that was widened to be stored, on both sides; of one side it is a fault.
+        own, others = _dtype_of_values(mine, candidate.dtype), _dtype_of_values(other, reference.dtype)
+        dtype = own if own == others else candidate.dtype
     broken = where_not_finite(mine, true) if mine.size <= _AT_ONCE else None
     axes = _axes(name, true.ndim, rule) if rule.kind == "reference" else None
     view, axes = _canonical(axes)

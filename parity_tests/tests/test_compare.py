@@ -240,9 +240,15 @@ def test_half_precision_is_judged_as_what_its_values_are(tmp_path, dtype, widene
     wide = np.float32 if widened and "float8" not in str(np.dtype(dtype)) else dtype
     sides = [{n: x.astype(np.float32).astype(dtype).astype(wide) for n, x in truth.items()} for _ in range(2)]
     write(tmp_path / "truth.safetensors", truth)
-    write(tmp_path / "reference.safetensors", {n: x.astype(np.float32) for n, x in truth.items()})
+    write(tmp_path / "reference.safetensors", sides[1])
     done = run(tmp_path, sides[0])
-    assert done.exit_code == 0, done.output  # one rounding is allowed, though the reference has none
+    assert done.exit_code == 0, done.output
+    alone = {n: x.astype(np.float32) for n, x in truth.items()}
+    write(tmp_path / "reference.safetensors", alone)
+    assert run(tmp_path, sides[0]).exit_code == int(
+        wide == np.float32
+    )  # a reference in float32 allows no half precision
+    write(tmp_path / "reference.safetensors", sides[1])
     far = {n: (x.astype(np.float32) * 1.5).astype(wide) for n, x in sides[0].items()}
     assert run(tmp_path, far).exit_code == 1
 
