@@ -254,26 +254,13 @@ def test_half_precision_is_judged_as_what_its_values_are(tmp_path, dtype, widene
 
 
 def test_the_order_is_that_of_the_computation(tmp_path):
-    names = [
-        "logits",
-        "layers.10.q",
-        "layers.9.mlp",
-        "embed",
-        "layers.9.q",
-        "gradients.layers.9.w",
-        "gradients.layers.10.w",
+    by_name = ["model.embed_tokens", "layers.9.q", "layers.9.mlp", "layers.10.q", "logits"]
+    by_name += [
+        f"gradients.{name}.weight" for name in ("lm_head", "layers.10.mlp", "layers.9.mlp", "model.embed_tokens")
     ]
+    names = sorted(by_name)
     arrays = {name: np.zeros(2) for name in names}
     path = write(tmp_path / "a.safetensors", arrays)
-    by_name = [
-        "embed",
-        "layers.9.q",
-        "layers.9.mlp",
-        "layers.10.q",
-        "logits",
-        "gradients.layers.10.w",
-        "gradients.layers.9.w",
-    ]
     assert list(open_dump(path).arrays) == by_name
     assert list(open_dump(write(path, arrays, order=json.dumps(names))).arrays) == names
     (tmp_path / "order.txt").write_text("\n".join(names[::-1]))
