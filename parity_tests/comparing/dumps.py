@@ -31,10 +31,11 @@ _EXACT = {f"{sign}{bits}": f"{kind}{bits}" for sign, kind in (("I", "int"), ("U"
 _DTYPES: dict[str, Any] = {code: dtype for code, (_, dtype) in _FLOATS.items()} | _EXACT | {"BOOL": np.bool_}
 _GROUPS = ("forward", "loss", "gradients", "step", "trajectory", "run")
 # Stems of names in the order in which a decoder computes them. Whatever has none comes last.
-_ORDER = """input_ids position_ids document_ids embed embed_tokens tok_embeddings wte rotary rope_table input_layernorm
+_STEMS = """input_ids position_ids document_ids embed embed_tokens tok_embeddings wte rotary rope_table input_layernorm
     input_norm attention_norm ln_1 qkv q_proj q k_proj k v_proj v q_norm k_norm q_rope k_rope lse attn o_proj out_proj
     attn_out self_attn attn_residual post_attention_layernorm post_norm ffn_norm ln_2 router gate_proj up_proj down_proj
-    mlp residual output norm final_norm lm_head logits""".split()
+    mlp residual output norm final_norm lm_head logits"""
+_ORDER = _STEMS.split()
 
 
 @dataclass(frozen=True)
