@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torchtrain.distributed.cut import Cutter
     from torchtrain.distributed.world import World
 
+_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names what a weight is of without a quantization
 _READERS = 8  # files of weights that are hashed at a time
 _SAMPLES, _SAMPLE = 64, 2**14  # pieces of a file, and bytes of a piece
 
@@ -187,7 +188,7 @@ def _load(
     from transformers import AutoModelForCausalLM
 
     check_no_adapter(source, source)
-    _check_weights(source)
+    integers = _check_weights(source)
     cutting = nullcontext() if cutter is None else _cut_as_they_come(cutter)
     with read_by_library(source, "the model cannot be built", trust_remote_code), cutting:
         loaded: PreTrainedModel
@@ -211,6 +212,15 @@ def _load(
         )
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model.source {quoted(source)}: {len(missing)} weights are missing, the first is {missing[0]}")
+    trained = {name for name, _ in loaded.named_parameters()}
+    whole = next((name for name in integers if name in trained or name.endswith("weight")), None)
+    if whole is not None and getattr(config, "quantization_config", None) is None:
+        raise UserError(
+            f"model.source {quoted(source)}: {whole} holds {integers[whole]} in the file, and the config.json has no "
+            "quantization_config with which to read it; convert the model to bfloat16 or float32 first"
+        )
+    if device_map is None:
+        _note_untied(loaded)
     if cutter is None:
         held = loaded.named_parameters() if device_map is None else all_weights(loaded)
     else:
@@ -227,6 +237,18 @@ def _load(
     loaded = loaded.to(device)  # pyright: ignore[reportArgumentType]
     use_float32_products(loaded)
     return loaded
+
+
+def _note_untied(loaded: "PreTrainedModel") -> None:
+    """Say in the model's config that the head is not tied, where the files hold another head than the embedding.
+
+    transformers 5 leaves these apart whatever the config says. Other readers of an export go by the config.
+    """
+    head, embedding = loaded.get_output_embeddings(), loaded.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        for config in (loaded.config, loaded.config.get_text_config(decoder=True)):
+            if getattr(config, "tie_word_embeddings", False):
+                config.tie_word_embeddings = False
 
 
 @contextmanager
@@ -343,20 +365,25 @@ def digest_weights(source: str) -> str:
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
-def _check_weights(source: str) -> None:
-    """Open every file of weights, and hold the index against them.
+def _check_weights(source: str) -> dict[str, str]:
+    """Open every file of weights, and hold the index against them; return the dtype of each tensor of no floats.
 
     Raises:
         UserError: one is damaged, cut off, or named by the index and not there.
     """
     from safetensors import safe_open
 
+    found: dict[str, str] = {}
     for path in weight_files(source):
         try:
-            with safe_open(path, framework="pt"):
-                pass
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    dtype: str = file.get_slice(name).get_dtype()
+                    if dtype not in _FLOATS:
+                        found[name] = dtype
         except Exception as error:  # SafetensorError, or of the system
             raise UserError(
                 f"model.source {quoted(source)}: {quoted(path.name)}: a safetensors file is damaged or cut off "
                 f"({first_line(error)}); copy or download it again"
             ) from None
+    return found

@@ -189,7 +189,7 @@ def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConf
         UserError: it cannot be read, or it is not a causal language model's that transformers knows.
     """
     import torch
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if (written := Path(source) / "config.json").is_file():
@@ -201,6 +201,9 @@ def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConf
         if not isinstance(dtype := config.dtype, torch.dtype | None):
             raise ValueError(f"dtype {quoted(dtype)} is not the name of one of torch's")
         type(config).from_dict(config.to_dict())  # as it is read back, and saved, later on
+    if (Path(source) / "generation_config.json").is_file():
+        with read_by_library(source, "its generation_config.json is refused"):
+            GenerationConfig.from_pretrained(source, local_files_only=True)
     own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
         raise UserError(

@@ -149,6 +149,8 @@ def set_up(
     check(identity)
     count = _count(model.parameters())
     log(f"model     {config.model.source}: {count:,} parameters in {config.model.dtype} on {device}")
+    if getattr(own_config, "tie_word_embeddings", False) and not model.config.tie_word_embeddings:
+        log("head      is not the embedding, as config.json says it is: both are trained, and exported as untied")
     if products := describe_products(model.dtype, device):
         log(f"products  {products}")
     if config.model.lora is not None:
