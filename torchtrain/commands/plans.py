@@ -59,8 +59,11 @@ def plan(
         typer.Option("--processes", "-n", min=1, max=MOST_PROCESSES, help="number of processes, each with its own GPU"),
     ] = 1,
     gpu_memory: Annotated[
-        float, typer.Option("--memory", min=1e-6, max=2**20, callback=finite, help="GiB of each GPU")
+        float, typer.Option("--memory", min=1e-6, max=2**20, callback=finite, help="GiB of each GPU, or process")
     ] = 80,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="the processes have no GPU: nothing is counted for CUDA and NCCL")
+    ] = False,
     host_memory: Annotated[
         float | None,
         typer.Option("--host-memory", min=1e-6, max=2**30, callback=finite, help="GiB of all hosts together"),
@@ -94,12 +97,14 @@ def plan(
         from torchtrain.config import load_config
 
         config = load_config(file, overrides or [])
+        if cpu and (gpu is not None or host_memory is not None):
+            raise UserError("--cpu: there is no GPU, and --memory is the host's; leave --gpu and --host-memory out")
 
         from torchtrain.planning.answer import Machine, Pace, print_plan  # isort: skip
         from torchtrain.planning.budget import GIB
 
         hosts = None if host_memory is None else int(host_memory * GIB)
-        machine = Machine(processes, int(gpu_memory * GIB), hosts)
+        machine = Machine(processes, int(gpu_memory * GIB), hosts, cpu)
         if not print_plan(config, machine, Pace(tokens_per_second, gpu, mfu), document_tokens):
             raise typer.Exit(1)
 

@@ -23,11 +23,16 @@ from torchtrain.planning.work import (
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run would have: processes, each with a GPU of its own; memory in bytes."""
+    """What a run would have: processes, each with a GPU of its own or none; memory in bytes."""
 
     processes: int
-    gpu: int  # of each
+    each: int  # of each GPU; of a process without one
     hosts: int | None  # of all hosts together; None: the user did not say
+    cpu: bool = False
+
+    def needed(self, memory: Memory) -> int:
+        """Return what one process needs, with what no shape shows."""
+        return memory.of_process(self.processes, self.cpu) + (0 if self.cpu else RESERVE)
 
 
 @dataclass(frozen=True)
@@ -83,20 +88,22 @@ def print_plan(config: Config, machine: Machine, pace: Pace, document_tokens: fl
     if over:
         when = "loads" if memory.host_load >= memory.host else "trains"
         print(f"hosts     hold {memory.hosts / GIB:.1f} GiB while it {when}, more than --host-memory")
-    fits = memory.gpu + RESERVE <= machine.gpu
+    fits = machine.needed(memory) <= machine.each
     if not fits:
         when = " while it loads" if memory.load > memory.step else ""
-        print(f"too much  {(memory.gpu + RESERVE - machine.gpu) / GIB:.1f} GiB more than there is{when}")
-        changes, after = propose(config, shapes, machine.processes, machine.gpu)
-        helps = after.gpu + RESERVE <= machine.gpu
-        verdict = "fits" if helps else "is still too much: take more or larger GPUs"
+        print(f"too much  {(machine.needed(memory) - machine.each) / GIB:.1f} GiB more than there is{when}")
+        changes, after = propose(config, shapes, machine.processes, machine.each, machine.cpu)
+        helps = machine.needed(after) <= machine.each
+        larger = "processes or more memory" if machine.cpu else "or larger GPUs"
+        verdict = "fits" if helps else f"is still too much: take more {larger}"
         if machine.hosts is not None and after.hosts > machine.hosts:
             verdict += f"; the hosts would hold {after.hosts / GIB:.1f} GiB, more than --host-memory"
-        print(f"change    {' '.join(changes) or 'nothing helps'}: {after.gpu / GIB:.1f} GiB, {verdict}")
+        print(f"change    {' '.join(changes) or 'nothing helps'}: {_held(after, machine)}, {verdict}")
     elif not over:
-        print(f"fits      {(memory.gpu + RESERVE) / machine.gpu:.0%} of the memory, the reserve included")
-        changes, least = propose(config, shapes, machine.processes, machine.gpu)
-        print(f"fastest   {' '.join(changes)}: {least.gpu / GIB:.1f} GiB" if changes else "fastest   as it is")
+        included = "" if machine.cpu else ", the reserve included"
+        print(f"fits      {machine.needed(memory) / machine.each:.0%} of the memory{included}")
+        changes, least = propose(config, shapes, machine.processes, machine.each, machine.cpu)
+        print(f"fastest   {' '.join(changes)}: {_held(least, machine)}" if changes else "fastest   as it is")
     return fits and not over
 
 
@@ -121,17 +128,26 @@ def _print_work(config: Config, shapes: Shapes, work: Work, documents: Documents
     print(f"disk      {written} written in all, up to {most} there at a time")
 
 
+def _held(memory: Memory, machine: Machine) -> str:
+    return f"{memory.of_process(machine.processes, machine.cpu) / GIB:.1f} GiB"
+
+
 def _memory_table(memory: Memory, machine: Machine) -> Table:
     """Return what each GPU holds, and the host if it holds anything."""
-    table = Table(title=f"Memory of each GPU ({machine.processes} of {machine.gpu / GIB:g} GiB)")
+    what = "process" if machine.cpu else "GPU"
+    table = Table(title=f"Memory of each {what} ({machine.processes} of {machine.each / GIB:g} GiB)")
     table.add_column("what")
     table.add_column("GiB", justify="right")
     for name in ("weights", "gradients", "optimizer", "activations"):
         table.add_row(name, f"{getattr(memory, name) / GIB:.2f}")
-    table.add_row("reserve: CUDA context, NCCL, fragments", f"{RESERVE / GIB:.2f}")
+    beside = memory.host // machine.processes if machine.cpu else RESERVE
+    reserve = "reserve: CUDA context, NCCL, fragments (none with --cpu)"
+    table.add_row("copies to save and export" if machine.cpu else reserve, f"{beside / GIB:.2f}")
     table.add_section()
-    table.add_row("all", f"{(memory.step + RESERVE) / GIB:.2f}")
+    table.add_row("all", f"{(memory.step + beside) / GIB:.2f}")
     table.add_row("while loading", f"{memory.load / GIB:.2f}")
+    if machine.cpu:
+        return table
     table.add_row("host memory, all processes, while loading", f"{memory.host_load / GIB:.2f}")
     if memory.host:
         table.add_row("host memory, all processes, while training", f"{memory.host / GIB:.2f}")

@@ -75,6 +75,10 @@ class Memory:
         """All that one GPU holds at most once it trains."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
+    def of_process(self, processes: int, cpu: bool) -> int:
+        """What one process holds at most where its model is; on a CPU that is the host."""
+        return self.gpu + (self.host // processes if cpu else 0)
+
     @property
     def hosts(self) -> int:
         """All that the hosts hold at most."""
@@ -211,8 +215,8 @@ def _host_load(bytes_each: int, held: WeightCount, processes: int, config: Confi
     return kept + bytes_each * max(2 * held.largest, held.part(processes))
 
 
-def propose(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple[list[str], Memory]:
-    """Return the overrides that make a run the fastest that `limit` bytes a GPU hold, and its memory with them.
+def propose(config: Config, shapes: Shapes, processes: int, limit: int, cpu: bool = False) -> tuple[list[str], Memory]:
+    """Return the overrides that make a run the fastest that `limit` bytes a process hold, and its memory with them.
 
     Layouts are tried in the order of what they cost: further stages of ZeRO, recomputation, transfers to the host;
     then all of it with chunks of layers, and with the layers' inputs on the host. No time is counted (docs/LOG.md).
@@ -222,13 +226,15 @@ def propose(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple
         config: the run's.
         shapes: of what `model_config` returned.
         processes: how many, each with a GPU of its own.
-        limit: bytes. What is proposed leaves `RESERVE` and a tenth of it free.
+        limit: bytes. What is proposed leaves a tenth of it free, and on a GPU `RESERVE`.
+        cpu: whether processes have no GPU.
 
     Returns:
         Where nothing fits, the layout that holds least.
     """
     before = count_memory(config, shapes, processes)
-    fits = before.gpu + RESERVE <= limit
+    most = limit - (0 if cpu else RESERVE)
+    fits = before.of_process(processes, cpu) <= most
     best, least = list[str](), before
     for changes, changed in _layouts(config, shapes, processes, move_rows=not fits):
         if fits and not changes:  # what follows costs more
@@ -237,9 +243,9 @@ def propose(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple
             held = count_memory(changed, shapes, processes)
         except UserError:  # the layers of this model do not go in chunks
             continue
-        if held.gpu < least.gpu:
+        if held.of_process(processes, cpu) < least.of_process(processes, cpu):
             best, least = changes, held
-        if held.gpu <= min(_ROOM * limit, limit - RESERVE):
+        if held.of_process(processes, cpu) <= min(_ROOM * limit, most):
             return changes, held
     return ([], before) if fits else (best, least)
 

@@ -349,3 +349,33 @@ def test_a_config_that_no_model_can_be_built_of_is_one_line(call, tree, write_co
     result = call(write_config(tree), f"model.source={source}")
     assert result.exit_code == 2
     assert "the model cannot be built: Padding_idx must be within" in result.stderr
+
+
+def test_a_plan_for_a_cpu_counts_nothing_for_cuda(call, tree, write_config):
+    """A run that fits a small machine, and one that does not fit; what is proposed is counted alike."""
+    config = write_config(tree)
+    on_gpu, on_cpu = call(config, "--memory", 2), call(config, "--memory", 2, "--cpu")
+    assert on_gpu.exit_code == 1
+    assert "reserve: CUDA" in on_gpu.stdout
+    assert on_cpu.exit_code == 0
+    assert "Memory of each process (1 of 2 GiB)" in on_cpu.stdout
+    assert "CUDA" not in on_cpu.stdout
+    assert "host memory" not in on_cpu.stdout
+    small = call(config, "--memory", 0.002, "--cpu", "-n", 2)
+    assert small.exit_code == 1
+    assert "too much" in small.stdout
+    for option in (("--gpu", "A100"), ("--host-memory", 2)):
+        assert "--cpu: there is no GPU" in call(config, "--cpu", *option).stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_what_is_proposed_for_a_cpu_moves_nothing_to_the_host(tmp_path, processes):
+    """The host is where it is already."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tiny_settings(tmp_path, tmp_path, path)))
+    config = load_config(path, ["train.sequences_per_step=4"])
+    shapes = Shapes(tiny_config(hidden_size=64, intermediate_size=2048, num_hidden_layers=24))
+    before = budget.count_memory(config, shapes, processes).of_process(processes, True)
+    changes, after = budget.propose(config, shapes, processes, int(0.6 * before), cpu=True)
+    assert after.of_process(processes, True) <= before
+    assert not any("offload" in change for change in changes)
