@@ -361,7 +361,7 @@ def test_a_plan_for_a_cpu_counts_nothing_for_cuda(call, tree, write_config):
     assert "Memory of each process (1 of 2 GiB)" in on_cpu.stdout
     assert "CUDA" not in on_cpu.stdout
     assert "host memory" not in on_cpu.stdout
-    small = call(config, "--memory", 0.002, "--cpu", "-n", 2)
+    small = call(config, "--memory", 1e-4, "--cpu")
     assert small.exit_code == 1
     assert "too much" in small.stdout
     for option in (("--gpu", "A100"), ("--host-memory", 2)):
