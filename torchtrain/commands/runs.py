@@ -4,14 +4,17 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
 from anchorline.files import resolve
 from torchtrain.commands.arguments import MOST, ConfigFile, Overrides
 from torchtrain.commands.ending import report_once
+
+if TYPE_CHECKING:
+    from torchtrain.config import Config
 
 
 def train(
@@ -44,19 +47,33 @@ def train(
             raise UserError("--resume and --replace exclude each other; remove one")
         config = load_config(file, overrides or [])
         if os.environ.get("RANK", "0") == "0":
-            from torchtrain.modeling.source import check_source
             from torchtrain.run.folder import RunFolder
 
-            # A run in the folder, a missing package or model are refused before the imports, which take seconds.
-            config.log.check_installed()
+            # What is cheap to see is refused before the imports, which take seconds.
             folder = RunFolder(config.run.folder)
             if not (resume and folder.is_run()):
                 folder.check(replace, config.model.source, config.data)
-            check_source(config.model.source)
+            _check_cheaply(config)
 
         from torchtrain.run.recipe import train as run  # isort: skip
 
         _run(lambda: run(config, replace=replace, resume=resume, started=started))
+
+
+def _check_cheaply(config: "Config") -> None:
+    """Refuse a missing package, and what a look at the model's folder and the documents shows.
+
+    Raises:
+        UserError: it is so.
+    """
+    from torchtrain.modeling.source import check_kept_length, check_source
+
+    config.log.check_installed()
+    check_source(config.model.source)
+    check_kept_length(config.model.source, config.rope, config.pack.sequence_length)
+    files = [None if source.files is None else Path(source.files).expanduser() for source in config.data.sources]
+    if files and all(file is not None and file.is_file() and not file.stat().st_size for file in files):
+        raise UserError(f"data.sources.0.files {quoted(str(files[0]))}: the file is empty; give one with documents")
 
 
 def _run(run: Callable[[], Any]) -> None:
@@ -103,10 +120,7 @@ def resume(
         config = RunFolder(folder).read_config(overrides or [])
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
         if os.environ.get("RANK", "0") == "0":
-            from torchtrain.modeling.source import check_source
-
-            config.log.check_installed()
-            check_source(config.model.source)
+            _check_cheaply(config)
 
         from torchtrain.run.recipe import resume as run  # isort: skip
 

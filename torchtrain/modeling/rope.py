@@ -91,7 +91,7 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
     if rope.original_max_position_embeddings == held and own["rope_type"] == "linear":
         held = round(held * own["factor"])  # the scaled length, as we write it
     if keeps and length > held:
-        raise _too_long(length, held)
+        raise too_long(length, held)
     new = _parameters(config, own, rope, length, original)
     ((kind, _),) = _of_whole_rows(kinds).items()
     changed.rope_parameters = new if kind is None else changed.rope_parameters | {kind: new}
@@ -99,7 +99,7 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
         held = original  # whatever stretched the model is replaced
     theta_is_raised = new["rope_theta"] > own["rope_theta"]
     if length > held and rope.type in _UNSCALED and not theta_is_raised:
-        raise _too_long(length, held)
+        raise too_long(length, held)
     changed.max_position_embeddings = max(length, held)
     _record_original_length(changed, new, original)
     _change_what_repeats_it(changed, own["rope_theta"], new["rope_theta"])
@@ -427,7 +427,8 @@ def _check_parameters(config: "PretrainedConfig", parameters: dict[str, Any], gi
         )
 
 
-def _too_long(length: int, held: int) -> UserError:
+def too_long(length: int, held: int) -> UserError:
+    """Return the refusal of a length that the settings do nothing for."""
     return UserError(
         f"pack.sequence_length {length}: the model holds {held} positions and the rope settings leave them as they "
         f"are; set rope.theta to a larger base than its own (paper, or a number), or rope.type to ntk, yarn or linear"

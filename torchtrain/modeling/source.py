@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from anchorline import hub
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import read_json
-from torchtrain.modeling.rope import find_fault
+from torchtrain.config import RopeConfig
+from torchtrain.modeling.rope import find_fault, too_long
 from torchtrain.modeling.smollm2 import SMOLLM2, smollm2_folder
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _OTHER_FILES = ("tokenizer.json", "tokenizer.model", "model.safetensors", "chat_
 # many weights each has, a folder of its id the config.json published there, without dtype and versions. They are typed
 # in, not fetched: a test holds the number of weights.
 _OF_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # beside RoPE's tables
+_TABLES = ("rope_scaling", "rope_parameters")
 PUBLISHED = Path(__file__).parent / "published"
 # Where a config leaves these, building or running the model would take for ever, or end in an overflow.
 _SIZES = {
@@ -110,9 +112,34 @@ def check_source(source: str, field: str = "model.source") -> None:
     here = os.path.exists(os.path.expanduser(source))
     if source != SMOLLM2 and (here or not hub.is_id(source) or hub.find_cached(source, hub.CONFIGS) is None):
         try:
-            resolve_source(source, "", needs="weights" if here else "tokenizer")
+            folder = resolve_source(source, "", needs="weights" if here else "tokenizer")
+            _explain_tokenizer(folder)
+            fault = _find_no_number(read_json(Path(folder) / "config.json", f"model.source {quoted(source)}"))
+            if fault is not None:
+                raise UserError(f"model.source {quoted(source)}: its config.json has {fault}; mend it there")
         except UserError as error:
             raise UserError(str(error).replace("model.source", field, 1)) from None
+
+
+def check_kept_length(source: str, rope: RopeConfig, length: int) -> None:
+    """Refuse a length that the `rope` section does nothing for, by the model's config.json alone.
+
+    Args:
+        source: `model.source`, after `check_source`.
+        rope: the settings.
+        length: `pack.sequence_length`.
+
+    Raises:
+        UserError: the model holds less, and RoPE is kept. What more there is to check, `extend` does.
+    """
+    file = Path(source).expanduser() / "config.json"
+    if rope != RopeConfig() or not file.is_file():
+        return
+    written = read_json(file, f"model.source {quoted(source)}")
+    held, tables = written.get("max_position_embeddings"), [written.get(name) for name in _TABLES]
+    linear = any("linear" in (table.get("rope_type"), table.get("type")) for table in tables if table)
+    if isinstance(held, int) and length > held and (any(tables) or written.get("rope_theta")) and not linear:
+        raise too_long(length, held)
 
 
 def check_no_adapter(source: str, folder: str | Path) -> None:
@@ -219,7 +246,7 @@ def _find_no_number(written: dict[str, Any]) -> str | None:
     transformers fails on some of them without a name, and trains with others.
     """
     tables: dict[str, Any] = {"": {name: written[name] for name in _OF_ROPE if written.get(name) is not None}}
-    for name in ("rope_scaling", "rope_parameters"):
+    for name in _TABLES:
         if (table := written.get(name)) is not None:
             if not isinstance(table, dict):
                 return f"{name} {quoted(table)}, which is not a table"

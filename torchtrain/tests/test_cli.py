@@ -137,6 +137,33 @@ def test_a_missing_package_is_refused_before_the_imports(call, monkeypatch, pack
 
 
 @pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("rope", "pack.sequence_length 128: the model holds 64 positions and the rope settings leave them"),
+        ("config", "its config.json has rope_parameters.rope_theta '10000', which is not a number"),
+        ("tokenizer", "the folder holds no tokenizer; put the model's tokenizer.json there"),
+        ("documents", "the file is empty; give one with documents"),
+    ],
+)
+def test_what_a_look_shows_is_refused_before_the_imports(call, tree, monkeypatch, tmp_path, spoil, message):
+    monkeypatch.setitem(sys.modules, "torchtrain.run.recipe", None)
+    model = tmp_path / "spoilt"
+    shutil.copytree(tree["model"]["source"], model)
+    tree["model"]["source"] = str(model)
+    if spoil == "config":
+        written = json.loads((model / "config.json").read_text())
+        written["rope_parameters"]["rope_theta"] = "10000"
+        (model / "config.json").write_text(json.dumps(written))
+    elif spoil == "tokenizer":
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (model / name).unlink()
+    elif spoil == "documents":
+        (tmp_path / "empty.jsonl").touch()
+        tree["data"]["sources"] = [{"files": str(tmp_path / "empty.jsonl")}]
+    assert message in one_line(call("train", *(["rope.theta=keep"] if spoil == "rope" else [])))
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"hidden_size": "abc"}, "its config.json is refused: .*'hidden_size' expected int, got str"),
