@@ -84,10 +84,15 @@ def reader_notes(config: "PretrainedConfig") -> list[str]:
     elif kind == "yarn" and original * factor != length:
         notes.append(f"vLLM before 0.30: takes {original} times the factor as its length; set --max-model-len {length}")
         notes.append(f"transformers 4.51: takes {length / original:g} for yarn's factor {factor:g}; use 4.57 or newer")
-    if kind == "yarn" and rope.get("attention_factor") is not None:
-        relative = rope["attention_factor"] / (0.1 * math.log(factor) + 1 if factor > 1 else 1)
+    given, weights = rope.get("attention_factor"), [rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0]
+    if kind == "yarn" and (given is not None or all(weights)):
+        scale = math.log(factor) if factor > 1 else 0.0
+        if given is None:  # what transformers derives of the two
+            given = (0.1 * weights[0] * scale + 1) / (0.1 * weights[1] * scale + 1)
+        kept = "attention_factor" if rope.get("attention_factor") is not None else "mscale"
+        relative = given / (0.1 * scale + 1)
         notes.append(
-            "vLLM before 0.30 and llama.cpp: leave yarn's attention_factor out; "
+            f"vLLM before 0.30 and llama.cpp: leave yarn's {kept} out; "
             f'set "attn_factor": {relative:.9g} in rope_scaling, rope.scaling.attn_factor in the GGUF'
         )
     if kind == "longrope":

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from anchorline.errors import UserError
 from torchtrain.config import RopeConfig
 from torchtrain.modeling.rope import check_resets, extend, warn_of_stretch
+from torchtrain.modeling.save import reader_notes
 from torchtrain.modeling.source import open_config
 from torchtrain.tests.tiny import POSITIONS, SIZES, refused, tiny_config
 
@@ -363,3 +364,13 @@ def test_dynamic_only_scales_beyond_the_new_length():
     assert torch.equal(rotary.inv_freq, plain)
     rotary(torch.zeros(1), torch.arange(2 * LENGTH)[None])
     assert rotary.inv_freq[-1] < plain[-1]
+
+
+@pytest.mark.parametrize(("weights", "factor"), [((1.0, 1.0), 1.0), ((0.75, 0.5), 1.103972 / 1.069315)])
+def test_readers_that_leave_mscale_out_are_told_the_factor(weights, factor):
+    """vllm-project/vllm#48621: they took 1.2773 where transformers takes 1."""
+    settings = {"type": "yarn", "mscale": weights[0], "mscale_all_dim": weights[1]}
+    (note,) = reader_notes(extend(tiny_config(), RopeConfig(**settings), LENGTH))
+    said = float(note.partition('"attn_factor": ')[2].partition(" ")[0])
+    assert said == pytest.approx(factor / (0.1 * math.log(4) + 1), rel=1e-5)
+    assert reader_notes(extend(tiny_config(), RopeConfig(type="yarn"), LENGTH)) == []
