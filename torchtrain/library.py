@@ -6,6 +6,7 @@
 Legend: B batch · T tokens of a row.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from torchtrain.config import PackConfig, RopeConfig
 from torchtrain.data import PackedRows, anchor_ids, pad_id, tag_ids
 from torchtrain.data import collate as stack
 from torchtrain.data.answers import Answered, AnswerEncoder, kind_of
-from torchtrain.data.encode import Encoder
+from torchtrain.data.encode import Encoder, special_id
 from torchtrain.data.files import BadItemError
 from torchtrain.data.store import Documents
 from torchtrain.marks import IGNORED
@@ -81,6 +82,7 @@ def pack(
     if type(seed) is not int or seed < 0:
         raise UserError(f"seed: {quoted(seed)}; give an integer of 0 or more")
     _check_documents(documents)
+    tokenizer = copy.deepcopy(tokenizer)  # encoding changes how it truncates, pads, and reads special tokens
     anchor = anchor_ids(tokenizer, config)
     domains: dict[str, int] = {}
     tokens: list[np.ndarray] = []
@@ -242,13 +244,14 @@ def _tokenise(
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
     """Yield domain, token ids and targets (None: all) of each document, in order; what has no token is left out."""
     encoder = Encoder(tokenizer, "text")
-    eos = [tokenizer.eos_token_id] if append_eos and tokenizer.eos_token_id is not None else []
+    eos = special_id(tokenizer, "eos") if append_eos else None
+    ends = np.array([] if eos is None else [eos], np.int32)
     while batch := list(islice(documents, _AT_A_TIME)):
         encoded = encoder.encode([content for _, content in batch if isinstance(content, str)])
         for domain, content in batch:
             if isinstance(content, Answered):
                 yield domain, content.tokens, content.targets
                 continue
-            ids = np.append(next(encoded), np.array(eos, np.int32)) if isinstance(content, str) else content
+            ids = np.append(next(encoded), ends) if isinstance(content, str) else content
             if len(ids):
                 yield domain, ids, None

@@ -4,6 +4,7 @@ model = torchtrain.attach(model)
 model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache=False)
 """
 
+import copy
 import inspect
 import logging
 from functools import cache
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from anchorline.errors import UserError
 from torchtrain.attention.engines.choice import resolve_engine
@@ -75,6 +76,7 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
     name = implementation_name(engine)
     register()
     announced.add((chosen, inner.device.type, inner.dtype))  # in the line below
+    _copy_config(inner)
     before = inner.config._attn_implementation
     undo = separate_layers(inner)
     try:
@@ -95,6 +97,16 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
         *(type(inner).__name__, chosen, inner.device.type, inner.dtype, _longest_row(inner)),
     )
     return model
+
+
+def _copy_config(model: PreTrainedModel) -> None:
+    """Give a model a config of its own: other models may be made from the one that it was made from."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PretrainedConfig) and id(value) in copies:
+                setattr(module, name, copies[id(value)])
 
 
 def _attach_whole(model: _Model, inner: PreTrainedModel) -> _Model:

@@ -53,7 +53,8 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
     positions: int = own.max_position_embeddings
     length = length or max(positions, min(2 * positions, _LENGTH))
     tokenizer = open_tokenizer(folder)
-    check_tokenizer(tokenizer, own.vocab_size)
+    if added := check_tokenizer(tokenizer, own.vocab_size, folder):
+        print(f"warning   {added}")
     sampled = sum(len(tokenizer(text, verbose=False)["input_ids"]) for text in texts)
     tokens = sampled if whole else int(size * sampled / max(1, sum(len(text.encode()) for text in texts)))
     packed = not whole and section.get("files", "").endswith((".gz", ".zst", ".parquet"))  # text to a tenth of its size

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from anchorline.environment import versions
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import replace_file, resolve_folder
+from anchorline.files import read_json, replace_file, resolve_folder
 from anchorline.page import inline, render
 from anchorline.page.figures import SERIES, draw_svg
 from torchtrain import data
@@ -265,6 +265,9 @@ def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) ->
         settings.source, preparation.data.cache, log, needs="tokenizer", trust_remote_code=settings.trust_remote_code
     )
     tokenizer = open_tokenizer(source, settings.trust_remote_code)
+    rows = read_json(Path(source, "config.json"), "tokenizer.source").get("vocab_size")
+    if added := data.check_tokenizer(tokenizer, rows if isinstance(rows, int) else len(tokenizer), source):
+        log(f"warning   {added}")
     for number, one in enumerate(preparation.data.sources):
         if one.dataset is not None and one.revision is None and not Path(one.dataset).is_dir():
             log(

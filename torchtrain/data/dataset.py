@@ -5,6 +5,7 @@ Legend: B batch · T tokens of a row.
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 from torch.utils.data import Dataset
 
 from anchorline.errors import UserError, quoted
+from anchorline.files import read_json
 from torchtrain.config import PackConfig
-from torchtrain.data.encode import list_special_tokens
+from torchtrain.data.encode import list_special_tokens, special_id
 from torchtrain.data.packing import HELD_OUT, INTERLEAVE, PackPlan, random_stream
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.data.store import Documents
@@ -252,11 +254,12 @@ def anchor_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig) -> list[i
     """Return the A tokens that open every row: those of `pack.anchor`, or the BOS, or the EOS where there is no BOS.
 
     Raises:
-        UserError: the tokenizer has neither BOS nor EOS, or an id of `pack.anchor` is none of its tokens.
+        UserError: the tokenizer has neither BOS nor EOS, or lacks it, or an id of `pack.anchor` is none of its tokens.
     """
     if pack.anchor == "auto":
-        if special := _special_ids(tokenizer, "bos", "eos"):
-            return special[:1]
+        for name in ("bos", "eos"):
+            if (special := special_id(tokenizer, name)) is not None:
+                return [special]
         raise UserError("pack.anchor 'auto': the tokenizer has neither BOS nor EOS; give a token id")
     ids = [pack.anchor] if isinstance(pack.anchor, int) else pack.anchor
     if not ids and pack.base_variant.has_anchor:
@@ -297,11 +300,13 @@ def pad_id(tokenizer: "PreTrainedTokenizerFast") -> int:
 
     Nothing sees it and no loss counts it.
     """
-    return next(iter(_special_ids(tokenizer, "pad", "eos")), 0)
+    ids = (special_id(tokenizer, name) for name in ("pad", "eos"))
+    return next((index for index in ids if index is not None), 0)
 
 
-def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", vocab_size: int) -> None:
-    """Refuse a tokenizer made for another model: one whose own tokens, BOS, EOS or padding the embedding does not hold.
+def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", vocab_size: int, folder: str | Path = "") -> str:
+    """Refuse a tokenizer made for another model: one whose own tokens, BOS, EOS or padding the embedding does not
+    hold.
 
     Tokens added beyond the base vocabulary may lie outside (Gemma 3 carries one for images); `check_store` catches them
     where the corpus uses them.
@@ -309,17 +314,41 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", vocab_size: int) -> No
     Args:
         tokenizer: a fast tokenizer.
         vocab_size: V, rows of the model's embedding.
+        folder: what it was read from. transformers adds a BOS or EOS that the folder's tokenizer.json lacks.
+
+    Returns:
+        In words, which of BOS and EOS transformers added, whose rows of the embedding nothing was trained on; or "".
 
     Raises:
-        UserError: a token id is V or more.
+        UserError: a token id is V or more, or the vocabulary lacks one of the three.
     """
     own = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values()
-    largest = max([*own, *_special_ids(tokenizer, "bos", "eos", "pad")], default=-1)
-    if largest >= vocab_size:
+    if (largest := max(own, default=-1)) >= vocab_size:
         raise UserError(
             f"the tokenizer's token ids go to {largest} but the model's vocabulary has {vocab_size}: "
             "they do not belong together; use the model's own tokenizer"
         )
+    held, added = Path(folder, "tokenizer.json"), []
+    for name in ("bos", "eos", "pad"):
+        index, content = special_id(tokenizer, name), getattr(tokenizer, f"{name}_token")
+        shown = f"{name.upper()} {quoted(content)}"
+        if index is not None and index >= vocab_size:
+            raise UserError(
+                f"the tokenizer's {shown} is the token id {index} but the model's vocabulary has {vocab_size}; name a "
+                f"token of the model ({name}_token in tokenizer_config.json), or make its embedding larger"
+            )
+        # A tokenizer.json takes a second to read.
+        if name != "pad" and index is not None and index > largest and held.is_file() and not _holds(held, content):
+            added.append(f"{shown} (id {index})")
+    if not added:
+        return ""
+    return f"tokenizer.json lacks {' and '.join(added)}: added to the tokenizer, and the model was never trained on it"
+
+
+def _holds(tokenizer: Path, content: str) -> bool:
+    """Whether a tokenizer.json knows a token."""
+    read = read_json(tokenizer, "model.source", most=1 << 28)
+    return any(token["content"] == content for token in read.get("added_tokens", ()))
 
 
 def check_store(store: Documents, vocab_size: int) -> None:
@@ -333,9 +362,3 @@ def check_store(store: Documents, vocab_size: int) -> None:
             f"the corpus holds the token id {store.largest_token} but the model's vocabulary has {vocab_size}: "
             "tokenise it with the model's own tokenizer"
         )
-
-
-def _special_ids(tokenizer: "PreTrainedTokenizerFast", *names: str) -> list[int]:
-    """Return the ids of the special tokens that the tokenizer has, in the order asked for."""
-    ids = [getattr(tokenizer, f"{name}_token_id") for name in names]
-    return [token for token in ids if token is not None]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError, quoted, quoted_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -95,7 +95,13 @@ class Encoder:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = self._as_text
-        for encoding in backend.encode_batch_fast(pieces, add_special_tokens=False):
+        try:
+            encodings = backend.encode_batch_fast(pieces, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises no other
+            raise UserError(
+                f"the tokenizer cannot encode a text: {quoted_reason(error)}; choose one that knows every text"
+            ) from None
+        for encoding in encodings:
             yield encoding.ids
 
     def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
@@ -139,7 +145,10 @@ class Encoder:
         model, control = self._tokenizer.backend_tokenizer.model, set(self._control.values())
         content = next(content for content, index in self._control.items() if index == token)
         for parts in ([content[:1], content[1:]], list(content)):
-            ids = [piece.id for part in parts if part for piece in model.tokenize(part)]
+            try:
+                ids = [piece.id for part in parts if part for piece in model.tokenize(part)]
+            except Exception:  # tokenizers raises no other, of a part that it does not know
+                continue
             if ids and not control & set(ids):
                 return ids
         raise UserError(
@@ -153,6 +162,22 @@ def _is_plain(kind: type) -> bool:
     from transformers import PreTrainedTokenizerFast
 
     return all(getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("__call__", "_encode_plus"))
+
+
+def special_id(tokenizer: "PreTrainedTokenizerFast", name: Literal["bos", "eos", "pad"]) -> int | None:
+    """Return the id of a tokenizer's BOS, EOS or padding; None where it names none.
+
+    Raises:
+        UserError: its vocabulary lacks what it names: transformers gives the unknown token's id for it, or None.
+    """
+    content = getattr(tokenizer, f"{name}_token")
+    index = None if content is None else tokenizer.backend_tokenizer.token_to_id(content)
+    if content is not None and index is None:
+        raise UserError(
+            f"the tokenizer's {name.upper()} {quoted(content)} is not in its vocabulary; name a token that is "
+            f"({name}_token), or add it to the tokenizer and to the model's embedding"
+        )
+    return index
 
 
 def list_special_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:

@@ -23,6 +23,7 @@ from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import PARTIAL, commit, expand
 from torchtrain.config import DataConfig, Source
 from torchtrain.data.corpus import make_filters, read, source_files
+from torchtrain.data.encode import special_id
 from torchtrain.data.files import FileInfo, is_url
 from torchtrain.data.store import HEADER, SourceCount, TokenStore
 from torchtrain.data.writer import PreparationProgress, Tokeniser, read_template
@@ -56,7 +57,7 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
     content = {
         "format": FORMAT,
         "sources": [_identity_of_source(source) for source in data.sources],
-        "eos": tokenizer.eos_token_id if data.append_eos else None,
+        "eos": special_id(tokenizer, "eos") if data.append_eos else None,
         "min_tokens": data.min_tokens,
         "special_tokens": data.special_tokens,
         "near_duplicates": data.near_duplicates,
@@ -88,7 +89,7 @@ def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
         [(f.place if is_url(f.place) else str(Path(f.place).resolve()), f.bytes, f.version) for f in _files_of(source)]
         for source in data.sources
     ]
-    content = identity(data, tokenizer) | {"tokenizer": tokenizer_identity(tokenizer), "files": files}
+    content = {"tokenizer": tokenizer_identity(tokenizer), "files": files} | identity(data, tokenizer)
     return digest(content)
 
 

@@ -18,7 +18,7 @@ from anchorline.files import FileEntry, expand, read_file, sync, write_file
 from torchtrain.config import DataConfig, MixtureConfig, Source
 from torchtrain.data.answers import Answered, AnswerEncoder
 from torchtrain.data.corpus import BadRecord, Document, FilteredRecord, Record, source_name
-from torchtrain.data.encode import BATCH_CHARACTERS, Encoder
+from torchtrain.data.encode import BATCH_CHARACTERS, Encoder, special_id
 from torchtrain.data.files import BadItemError
 from torchtrain.data.selection import BUCKETS, Signer, draw_repeats, find_firsts, group_copies
 from torchtrain.data.store import (
@@ -81,8 +81,8 @@ class Tokeniser:
 
     def __init__(self, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._data, self._encoder = data, Encoder(tokenizer, data.special_tokens)
-        appended = [tokenizer.eos_token_id] if data.append_eos and tokenizer.eos_token_id is not None else []
-        self._eos = np.array(appended, dtype=np.int32)
+        eos = special_id(tokenizer, "eos") if data.append_eos else None
+        self._eos = np.array([] if eos is None else [eos], dtype=np.int32)
         self._answers = AnswerEncoder(tokenizer, data.special_tokens, data.append_eos, read_template(data))
         self._has_targets = data.has_answers
         self._signer = Signer() if data.near_duplicates else None

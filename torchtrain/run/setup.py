@@ -118,7 +118,8 @@ def set_up(
     if config.pack.base_variant.restarts:
         check_resets(model_config, length, config.pack.variant)
     tokenizer = open_tokenizer(source, trusted)
-    check_tokenizer(tokenizer, model_config.vocab_size)
+    if added := check_tokenizer(tokenizer, model_config.vocab_size, source):
+        log(f"warning   {added}")
     anchor_ids(tokenizer, config.pack)
 
     identity = _identity_of(config, model_config, tokenizer)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torchtrain.config import load_config
 from torchtrain.data.corpus import read
 from torchtrain.run.export import model_card
 from torchtrain.tests.test_files import ODD_NAMES
-from torchtrain.tests.tiny import POSITIONS
+from torchtrain.tests.tiny import POSITIONS, tiny_settings
 
 
 def call(*arguments: object):
@@ -143,6 +144,40 @@ def test_what_init_refuses_leaves_no_file(model_folder, tmp_path, monkeypatch, d
     assert told.exit_code == 2
     assert message in told.stderr
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "eos", "bos", "said"),
+    [
+        (
+            264,
+            "</x>",
+            "<s>",
+            "warning   tokenizer.json lacks EOS '</x>' (id 259): added to the tokenizer, and the model",
+        ),
+        (264, "</s>", "<b>", "warning   tokenizer.json lacks BOS '<b>' (id 259): added"),
+        (264, "</x>", "<b>", "warning   tokenizer.json lacks BOS '<b>' (id 259) and EOS '</x>' (id 260): added"),
+        (259, "</x>", "<s>", "the tokenizer's EOS '</x>' is the token id 259 but the model's vocabulary has 259; name"),
+        (259, "</s>", "<b>", "the tokenizer's BOS '<b>' is the token id 259 but the model's vocabulary has 259; name"),
+        (264, "</s>", "<s>", ""),
+    ],
+)
+def test_a_special_token_that_transformers_adds_is_refused_or_said(
+    model_folder, corpus, tmp_path, monkeypatch, vocabulary, eos, bos, said
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model_folder("llama", vocab_size=vocabulary), "m")
+    held = json.loads(Path("m/tokenizer_config.json").read_text()) | {"eos_token": eos, "bos_token": bos}
+    Path("m/tokenizer_config.json").write_text(json.dumps(held))
+    tree = tiny_settings(tmp_path, tmp_path / "m", corpus)
+    tree["train"] |= {"steps": 1, "warmup_steps": 0}
+    Path("c.yaml").write_text(json.dumps(tree))
+    commands = [["init", corpus, "m", "--out", "i.yaml", "--length", "64"], ["prepare", "c.yaml", "--out", "store"]]
+    for command in [*commands, ["train", "c.yaml"]]:
+        told = call(*command)
+        assert told.exit_code == (2 if said.startswith("the") else 0), told.output
+        assert said in told.output
+        assert said or "warning" not in told.output
 
 
 @pytest.mark.parametrize("name", ["demo", "demo.yaml", "configs/demo.yaml", "paper/llama2-7b-64k-anchor"])

@@ -1,20 +1,23 @@
 """`torchtrain.pack` and `torchtrain.collate`: what goes in, what comes out, by the trainer's own packing."""
 
+import copy
 import pickle
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import torchtrain
 from anchorline.errors import UserError
 from torchtrain.config import DataConfig, PackConfig, RopeConfig, Source
-from torchtrain.data import PackedRows, anchor_ids, pad_id, prepare, tag_ids
+from torchtrain.data import PackedRows, anchor_ids, check_tokenizer, pad_id, prepare, tag_ids
+from torchtrain.data.writer import Tokeniser
 from torchtrain.modeling.rope import extend
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
-from torchtrain.tests.tiny import tiny_model
+from torchtrain.tests.tiny import refused, tiny_model
 
 TEXTS = [" ".join(f"w{(3 * n + i) % 50}" for i in range(3 + n % 9)) for n in range(40)]
 RECORDS = [{"text": text, "kind": "ab"[n % 2]} for n, text in enumerate(TEXTS)]
@@ -63,6 +66,115 @@ def test_all_kinds_of_documents_are_the_same_rows():
     made = rows.to_datasets()
     assert isinstance(made, datasets.Dataset)
     assert made[:] == {name: [row[name].tolist() for row in rows] for name in ARRAYS}
+
+
+def backend_state(tokenizer):
+    backend = tokenizer.backend_tokenizer
+    state = backend.truncation, backend.padding, backend.encode_special_tokens, backend.to_str()
+    return *state, tokenizer.split_special_tokens, dict(tokenizer.init_kwargs), tokenizer.special_tokens_map
+
+
+@pytest.mark.parametrize("variant", ["anchor", "anchor+tag"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_pack_changes_nothing_that_it_is_given(variant, wrapped):
+    class Wrapped(PreTrainedTokenizerFast):
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs)
+
+    tokenizer = word_tokenizer()
+    tokenizer.pad_token = "w0"
+    if wrapped:  # it encodes by a call of its own
+        special = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        tokenizer = Wrapped(tokenizer_object=tokenizer.backend_tokenizer, **special)
+    tokenizer.backend_tokenizer.enable_truncation(3, stride=1)
+    tokenizer.backend_tokenizer.enable_padding(length=7, pad_id=3, pad_token="w0")
+    ids, tensor, array = [3, 4, 5], torch.tensor([5, 6, 7]), np.array([7, 8, 9], np.int32)
+    table = datasets.Dataset.from_list(RECORDS).with_format("numpy")
+    for documents in (TEXTS, RECORDS, [ids, tensor, array], [{"text": "w1", "more": [1]}], table):
+        given = copy.deepcopy(documents)
+        before = backend_state(tokenizer)
+        rows = torchtrain.pack(documents, tokenizer, sequence_length=16, variant=variant, anchor=[3, 4])
+        rows[0]["input_ids"][:] = 1
+        assert max(rows[0]["input_ids"]) > 1
+        batch = torchtrain.collate([rows[0]])
+        batch["input_ids"][:] = 1
+        assert backend_state(tokenizer) == before
+        assert (ids, tensor.tolist(), array.tolist()) == ([3, 4, 5], [5, 6, 7], [7, 8, 9])
+        if documents is table:
+            assert (table.format, table[:]["text"].tolist()) == (given.format, TEXTS)
+        elif documents[0] is not ids:
+            assert documents == given
+
+
+def test_collate_changes_no_row():
+    for rows in (
+        torchtrain.pack(TEXTS, word_tokenizer(), 16),
+        torchtrain.pack(TEXTS, word_tokenizer(), 16).to_datasets(),
+    ):
+        given = [rows[0], rows[1], {name: torch.tensor(x) for name, x in rows[2].items()}]
+        before = copy.deepcopy(given)
+        torchtrain.collate(given)["labels"][:] = 0
+        torchtrain.collate(given)["position_ids"][:] = 0
+        for row, other in zip(given, before, strict=True):
+            assert all(np.array_equal(row[name], other[name]) for name in ARRAYS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gemma3_text"])
+def test_extend_and_attach_change_no_config(family):
+    """Models are made of one config: the second must not be made of what the first became."""
+    model = tiny_model(family)
+    given = copy.deepcopy(model.config)
+    config, before = given, (given.to_json_string(use_diff=False), repr(vars(given)))
+    model = type(model)(config)
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    random = torch.get_rng_state()
+    for _ in range(2):
+        attached = torchtrain.attach(model, engine="dense")
+    assert attached is model
+    assert (config.to_json_string(use_diff=False), repr(vars(config))) == before
+    assert model.config._attn_implementation != config._attn_implementation
+    assert model.config.to_json_string(use_diff=False) == before[0]
+    assert all(torch.equal(weights[name], x) for name, x in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    longer = torchtrain.extend(config, 256, type="linear")
+    longer.rope_parameters["rope_type"] = "other"
+    assert (config.to_json_string(use_diff=False), repr(vars(config))) == before
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "pad"])
+@pytest.mark.parametrize("unknown", [True, False])
+def test_a_special_token_that_the_vocabulary_lacks_is_named(tmp_path, name, unknown):
+    """With an unknown token transformers gives the id of that, without one None."""
+    tokenizer = word_tokenizer()
+    if not unknown:
+        backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(9)}))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    setattr(tokenizer, f"{name}_token", "</x>")
+    assert getattr(tokenizer, f"{name}_token_id") == (0 if unknown else None)
+    message = f"the tokenizer's {name.upper()} '</x>' is not in its vocabulary; name a token that is ({name}_token)"
+    anchor = {} if name == "bos" else {"anchor": 3}
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "w1 w2"}])
+    data = DataConfig(sources=[Source(files=str(path))], cache=str(tmp_path / "cache"))
+    calls = [lambda: torchtrain.pack(["w1 w2"], tokenizer, 8, **anchor), lambda: check_tokenizer(tokenizer, 99)]
+    if name == "eos":
+        calls += [lambda: prepare(data, tokenizer), lambda: Tokeniser(data, tokenizer)]
+    for call in calls:
+        assert message in refused(call)
+    if name == "eos" and unknown:  # where nothing asks for it
+        tokenizer.pad_token = "w0"
+        rows = torchtrain.pack(["w1 w2"], tokenizer, 4, append_eos=False, anchor=3)
+        assert rows[0]["input_ids"].tolist()[:3] == [3, 4, 5]
+
+
+def test_a_text_that_the_tokenizer_does_not_know_is_one_line():
+    backend = Tokenizer(models.WordLevel({"w1": 0, "w2": 1}))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="w2")
+    assert "cannot encode a text: WordLevel error: Missing [UNK] token" in refused(
+        lambda: torchtrain.pack(["w1 w3"], tokenizer, 8)
+    )
+    assert "can only write as the control token 1" in refused(lambda: torchtrain.pack(["w1 w2"], tokenizer, 8))
 
 
 def test_a_batch_has_its_targets_twice():
