@@ -6,6 +6,7 @@ Strict means: keys are text and appear once; values have no tags, dates or merge
 # PyYAML has incomplete types.
 
 import difflib
+import itertools
 import os
 import re
 import types
@@ -49,6 +50,10 @@ _NUMBERS = {  # by YAML 1.2: 2e-5 is a number, 12:30 is not
 class _Loader(yaml.SafeLoader):
     """A loader of plain values. 2026-11-30, 12:30 and 010 stay text, unlike in YAML 1.1."""
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._sizes: dict[Any, int] = {}  # values of each node
+
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own attribute
         first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN and tag not in _NUMBERS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -56,6 +61,19 @@ class _Loader(yaml.SafeLoader):
     yaml_constructors = {  # noqa: RUF012
         tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in _PLAIN
     }
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Count the values of each node, those behind an alias each time: a few aliases of aliases make billions."""
+        node = super().compose_node(parent, index)
+        if (size := self._sizes.get(node)) is None:
+            children = () if isinstance(node, yaml.ScalarNode) else node.value
+            pairs = itertools.chain.from_iterable(children) if isinstance(node, yaml.MappingNode) else children
+            size = self._sizes[node] = 1 + sum(self._sizes.get(child, 1) for child in pairs)
+        if size > MOST_BYTES:
+            raise UserError(
+                f"line {node.start_mark.line + 1}: aliases make more than {MOST_BYTES:,} values; remove them"
+            )
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

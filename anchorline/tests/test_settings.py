@@ -163,3 +163,18 @@ def test_a_file_that_cannot_be_read(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             settings.load(Whole, path, example="")
+
+
+@pytest.mark.parametrize("of", ["[{0}, {0}]", "{{x: {0}, y: {0}}}", "[[{0}], {0}]", "{{x: [{0}, {0}]}}"])
+def test_aliases_that_multiply_are_refused_at_once(load, of):
+    levels = [f"&a{n} {of.format(f'*a{n - 1}' if n else '[1, 2]')}" for n in range(60)]
+    with pytest.raises(UserError, match=r"line \d+: aliases make more than 65,536 values; remove them"):
+        load("\n".join(f"a{n}: {level}" for n, level in enumerate(levels)))
+    with pytest.raises(UserError, match=r"override .*: aliases make more than"):
+        load("{}", f"parts=[{', '.join(levels)}]")
+
+
+def test_a_few_aliases_are_the_values_that_they_name(load):
+    assert load("part: &a {name: b}\nparts: [*a, *a]").parts == [Part(name="b")] * 2
+    with pytest.raises(UserError):
+        load("parts: &a [*a]")

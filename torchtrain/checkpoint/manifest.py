@@ -3,9 +3,9 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anchorline import environment
 from anchorline.errors import UserError, quoted
@@ -14,6 +14,10 @@ from torchtrain import __version__
 
 MANIFEST = "manifest.json"
 _MOST_BYTES = 1 << 28
+
+
+_Natural = Annotated[int, Field(ge=0)]
+_FileName = Annotated[str, Field(pattern=r"^(state-[0-9]{5,}-[0-9]{3,}|rng-[0-9]{5,})\.safetensors$")]
 
 
 class DamageError(UserError):
@@ -27,10 +31,10 @@ class _Strict(BaseModel):
 class RunProgress(_Strict):
     """The counters of a run between two steps."""
 
-    step: int  # steps done
-    updates: int  # of the optimizer: steps that were not skipped
-    tokens_seen: int
-    skipped_steps: int
+    step: _Natural  # steps done
+    updates: _Natural  # of the optimizer: steps that were not skipped
+    tokens_seen: _Natural
+    skipped_steps: _Natural
     recent_losses: list[float]  # what `train.loss_spike` compares with
     before: list[tuple[float, int]]  # held-out losses before training, as `Losses.means`: sum and tokens of each
     before_blocks: list[float] = []  # as `HeldOut.blocks`; a run that began before they were kept has none
@@ -40,7 +44,7 @@ class RunProgress(_Strict):
 class ProcessLayout(_Strict):
     """The device of a step, and how the step was spread over processes. Another layout gives other last digits."""
 
-    processes: int
+    processes: Annotated[int, Field(ge=1)]
     sequence_parallel: int
     zero_stage: int
     offload: str
@@ -64,7 +68,7 @@ class Manifest(_Strict):
     identity: dict[str, Any]
     versions: dict[str, str]
     parameters: dict[str, list[int]]  # shapes
-    files: dict[str, FileEntry]
+    files: Annotated[dict[_FileName, FileEntry], Field(min_length=1)]
 
     def dump(self) -> bytes:
         """Return it as JSON that ends with a digest of itself."""

@@ -14,15 +14,16 @@ document's tokens · `signatures.npy` uint64 [documents * 14], under `data.near_
 import hashlib
 import itertools
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted
 from anchorline.files import FileEntry, entry_of, read_file
@@ -83,11 +84,11 @@ class StoreHeader(BaseModel):
     fingerprint: str
     sha256: str  # of the tokens as int32, as hex; of more than one shard, of their digests
     domains: list[str]
-    largest_token: int
+    largest_token: Annotated[int, Field(ge=-1, lt=2**31)]
     summaries: list[DomainSummary]
     sources: list[SourceCount]
     files: dict[str, FileEntry]  # size and digest of each file, by name
-    token_bytes: int
+    token_bytes: Annotated[int, Field(ge=2, le=4, multiple_of=2)]
     shards: list[ShardSize]
     has_targets: bool = False  # a file of targets beside each shard's tokens
     tokenizer: str | None = None  # its identity; None in a run's cache, where the fingerprint holds it
@@ -187,7 +188,7 @@ class Documents:
     @property
     def largest_token(self) -> int:
         """The largest token id; -1 where there is no token."""
-        return max(int(shard.max(initial=-1)) for shard in self.shards)
+        return max((int(shard.max()) for shard in self.shards if len(shard)), default=-1)
 
     @property
     def near_copies(self) -> int:
@@ -250,11 +251,16 @@ class TokenStore(Documents):
         except (ValueError, RecursionError) as error:
             raise _damage_error(folder, HEADER, one_line(error)[:300]) from None
         arrays = {}
+        _check_header(folder, header)
         for name, entry in header.files.items():
             is_array = name.endswith(".npy")
             _check_file(folder, name, entry, whole=is_array)
             if is_array:
-                arrays[name] = np.asarray(np.load(folder / name, mmap_mode="r"))
+                try:
+                    arrays[name] = np.asarray(np.load(folder / name, mmap_mode="r"))
+                except (ValueError, OSError, EOFError) as error:
+                    raise _damage_error(folder, name, one_line(error)[:300]) from None
+        _check_arrays(folder, header, arrays)
         signatures = arrays.get(SIGNATURES)
         return cls(
             shards=_Maps([folder / of.file for of in header.shards], TOKEN_TYPES[header.token_bytes]),
@@ -288,6 +294,8 @@ class TokenStore(Documents):
         """
         for name, entry in self.header.files.items():
             _check_file(self.folder, name, entry, whole=True)
+        if super().largest_token != self.header.largest_token:
+            raise _damage_error(self.folder, HEADER, f"largest_token is not {self.header.largest_token}")
 
     @cached_property
     def kept(self) -> np.ndarray:
@@ -302,6 +310,48 @@ class TokenStore(Documents):
 
 def _damage_error(folder: Path, name: str, reason: str) -> UserError:
     return UserError(f"token store {quoted(folder)} is damaged ({name}: {reason}); {_FIX}")
+
+
+def _check_header(folder: Path, header: StoreHeader) -> None:
+    """Refuse a header that does not fit itself: a digest shows that nothing changed, not that it was right."""
+    names = [shard.file for shard in header.shards]
+    counted = {shard.file: shard.tokens * header.token_bytes for shard in header.shards}
+    if header.has_targets:
+        counted |= {targets_name(shard.file): shard.tokens for shard in header.shards}
+    chosen = {REPEATS} if header.mixture is not None or header.duplicates_removed else set()
+    wanted = {OFFSETS, DOMAINS, HASHES, BAD_RECORDS, *counted, *chosen}
+    if stray := wanted.symmetric_difference(header.files.keys() - {SIGNATURES}):
+        raise _damage_error(folder, HEADER, f"{quoted(min(stray))} is in one of shards and files alone")
+    if len({*names}) < len(names) or any(not re.fullmatch(r"tokens-\d{5,}\.bin", name) for name in names):
+        raise _damage_error(folder, HEADER, "shards have names that are not their own")
+    if len({*header.domains}) < len(header.domains):
+        raise _damage_error(folder, HEADER, "domains has a name twice")
+    if any(shard.documents < 0 for shard in header.shards):
+        raise _damage_error(folder, HEADER, "shards has fewer than 0 documents")
+    for name, size in counted.items():
+        if header.files[name].bytes != size:
+            raise _damage_error(
+                folder, name, f"its tokens need {size:,} bytes, and files says {header.files[name].bytes:,}"
+            )
+
+
+def _check_arrays(folder: Path, header: StoreHeader, arrays: dict[str, np.ndarray]) -> None:
+    """Refuse arrays that do not fit the header."""
+    documents = list(itertools.accumulate((shard.documents for shard in header.shards), initial=0))
+    tokens = list(itertools.accumulate((shard.tokens for shard in header.shards), initial=0))
+    n = documents[-1]
+    wanted = {OFFSETS: (np.int64, n + 1), DOMAINS: (np.int32, n), HASHES: (np.uint64, n)}
+    wanted |= {SIGNATURES: (np.uint64, BUCKETS * n), REPEATS: (np.uint16, n)}
+    for name, array in arrays.items():
+        kind, size = wanted[name]
+        if array.dtype != kind or array.shape != (size,):
+            held = f"{array.dtype} {list(array.shape)}"
+            raise _damage_error(folder, name, f"is {held}, and {n:,} documents need {kind.__name__} [{size}]")
+    offsets, domains = arrays[OFFSETS], arrays[DOMAINS]
+    if offsets[documents].tolist() != tokens or (offsets[1:] <= offsets[:-1]).any():
+        raise _damage_error(folder, OFFSETS, "documents do not follow one another to the ends of the shards")
+    if n and not 0 <= domains.min() <= domains.max() < len(header.domains):
+        raise _damage_error(folder, DOMAINS, f"a domain is not one of {len(header.domains)}")
 
 
 def _check_file(folder: Path, name: str, entry: FileEntry, whole: bool) -> None:

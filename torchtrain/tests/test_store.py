@@ -1,7 +1,10 @@
 """The store's bytes: what is written is checked, what has changed is found."""
 
+import hashlib
+import json
 import multiprocessing
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,13 @@ import numpy as np
 import pytest
 
 from anchorline.errors import UserError
-from anchorline.files import FileEntry
+from anchorline.files import FileEntry, entry_of
 from torchtrain.config import DataConfig, Source
 from torchtrain.data import TokenStore, fingerprint, prepare
-from torchtrain.data.store import BAD_RECORDS, DOMAINS, HASHES, HEADER, OFFSETS
+from torchtrain.data.store import BAD_RECORDS, DOMAINS, HASHES, HEADER, OFFSETS, REPEATS, SIGNATURES
 from torchtrain.data.writer import StoreWriter
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
+from torchtrain.tests.tiny import refused
 
 TOKENS = "tokens-00000.bin"
 FILES = (TOKENS, OFFSETS, DOMAINS, HASHES, BAD_RECORDS)
@@ -65,6 +69,62 @@ def test_a_pipe_and_a_folder_in_a_files_place_are_refused_at_once(data, name):
     path.mkdir()
     with pytest.raises(UserError, match=r"is damaged"):
         TokenStore.open(store.folder)
+
+
+def set_to(place, value):
+    def change(array):
+        array = array.copy()
+        array[place] = value
+        return array
+
+    return change
+
+
+SHARD = {"file": TOKENS, "documents": 300, "tokens": 1200}
+LIES = [
+    *((OFFSETS, set_to(place, value)) for place, value in ((3, 0), (0, 1), (1, -5), (1, 0), (-1, 10**9), (-1, 2**62))),
+    *((OFFSETS, change) for change in (np.float64, np.int32, lambda x: x[None], lambda x: x[:-1], lambda x: x[:0])),
+    *((DOMAINS, change) for change in (lambda x: x + 99, lambda x: x - 1, lambda x: x[:3], np.str_, np.int64)),
+    *((HASHES, change) for change in (lambda x: x[:3], np.float64)),
+    (SIGNATURES, lambda x: np.zeros(13, np.uint64)),
+    (REPEATS, lambda x: np.ones(300, np.uint16)),  # without a mixture
+    ("extra.npy", lambda x: np.ones(3)),
+    *(("token_bytes", value) for value in (3, 4, -2, 0)),
+    *(("largest_token", value) for value in (-2, 2**31)),
+    *(("domains", value) for value in ([], ["a", "a"])),
+    *(("files", value) for value in ({}, {"../../x": {"bytes": 0, "sha256": ""}})),
+    *(("shards", value) for value in ([], [SHARD, SHARD], [SHARD | {"file": "../x"}], [SHARD | {"file": BAD_RECORDS}])),
+    *(("shards", [SHARD | change]) for change in ({"tokens": 5}, {"documents": 5}, {"documents": -300})),
+    ("has_targets", True),
+    ("duplicates_removed", True),
+]
+
+
+@pytest.mark.parametrize("number", range(len(LIES)))
+def test_a_store_whose_digests_fit_and_whose_numbers_do_not_is_refused_on_opening(data, number):
+    what, change = LIES[number]
+    folder = prepare(data, word_tokenizer()).folder
+    content = json.loads((folder / HEADER).read_bytes())
+    assert content["shards"] == [SHARD]
+    del content["digest"]
+    if callable(change):
+        held = np.load(folder / what) if (folder / what).exists() else np.zeros(0)
+        np.save(folder / what, change(held))
+        content["files"][what] = entry_of(folder / what).model_dump()
+    else:
+        content[what] = change
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (folder / HEADER).write_text(json.dumps(content | {"digest": digest}))
+    assert re.search(rf"token store '?{folder}'? is damaged \(.*; if it lies", refused(lambda: TokenStore.open(folder)))
+
+
+def test_a_largest_token_that_is_not_is_found_when_all_is_read(data):
+    folder = prepare(data, word_tokenizer()).folder
+    content = json.loads((folder / HEADER).read_bytes()) | {"largest_token": 4}
+    del content["digest"]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (folder / HEADER).write_text(json.dumps(content | {"digest": digest}))
+    assert "largest_token is not 4" in refused(TokenStore.open(folder).verify)
 
 
 # --- writes that fail -------------------------------------------------------------------------------------------------
