@@ -64,11 +64,11 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Count the values of each node, those behind an alias each time: a few aliases of aliases make billions."""
-        node = super().compose_node(parent, index)
+        node: Any = super().compose_node(parent, index)
         if (size := self._sizes.get(node)) is None:
-            children = () if isinstance(node, yaml.ScalarNode) else node.value
-            pairs = itertools.chain.from_iterable(children) if isinstance(node, yaml.MappingNode) else children
-            size = self._sizes[node] = 1 + sum(self._sizes.get(child, 1) for child in pairs)
+            children: Any = () if isinstance(node, yaml.ScalarNode) else node.value
+            parts: Any = itertools.chain.from_iterable(children) if isinstance(node, yaml.MappingNode) else children
+            size = self._sizes[node] = 1 + sum(self._sizes.get(child, 1) for child in parts)
         if size > MOST_BYTES:
             raise UserError(
                 f"line {node.start_mark.line + 1}: aliases make more than {MOST_BYTES:,} values; remove them"
