@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchtrain.attention import separation
 from torchtrain.attention.hf import implementation_name, register
-from torchtrain.config import Config
+from torchtrain.config import Config, PackConfig
 from torchtrain.data import collate
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.distributed.cut import Cutter
@@ -197,13 +197,18 @@ def batches(config: Config, world: World) -> list[dict[str, Tensor]]:
     lognormal lengths of that E[n^2] / E[n].
     """
     pack, train = config.pack, config.train
-    random, left, spans = np.random.default_rng(0), pack.sequence_length - 1, list[SpanTokens]()
     weighted = max(read_documents(config, None).weighted or MEAN, MEAN)
+    row = draw_row(pack, weighted)
+    turns = train.sequences_per_step // (train.micro_batch * world.data_parallel)
+    return [collate([row] * train.micro_batch)] * turns
+
+
+def draw_row(pack: PackConfig, weighted: float, seed: int = 0) -> dict[str, np.ndarray]:
+    """Return a full row of documents of lognormal lengths, their mean `MEAN` and E[n^2] / E[n] `weighted`."""
+    random, left, spans = np.random.default_rng(seed), pack.sequence_length - 1, list[SpanTokens]()
     spread = np.log(weighted / MEAN)  # the variance of the logarithms
     while left:
         size = min(left, max(1, round(random.lognormal(np.log(MEAN) - spread / 2, spread**0.5))))
         spans.append(SpanTokens(np.ones(size, dtype=np.int64), 0, ()))
         left -= size
-    row = build_row(spans, pack, [1], 0, random)
-    turns = train.sequences_per_step // (train.micro_batch * world.data_parallel)
-    return [collate([row] * train.micro_batch)] * turns
+    return build_row(spans, pack, [1], 0, random)
