@@ -116,31 +116,54 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a b of two matrices; of bfloat16 on a CPU that is slow at it, by float32, rounded once. No gradient."""
-    if not _is_slow(a):
-        return torch.mm(a, b, out=out)
-    made = _in_float32(a, b)
-    return made if out is None else out.copy_(made)
+    """Return a b of two matrices; of bfloat16 on a CPU that is slow at it, by float32, rounded once. No gradient.
+
+    Args:
+        a: of b's dtype, or what `widen` made of it.
+        b: a matrix.
+        out: written to and returned, if it is given.
+    """
+    return _in_float32(a, b, out=out) if _is_slow(b) else torch.mm(a, b, out=out)
+
+
+def add_product(total_OI: Tensor | None, made_nO: Tensor, given_nI: Tensor) -> None:
+    """Add made^T given, its sums over n taken in the dtype of `total`; None: it is not needed."""
+    if total_OI is None:
+        return
+    wide = total_OI.dtype
+    if total_OI.device.type == "cpu":  # which has no product that leaves its sums in float32
+        total_OI.add_(made_nO.t().to(wide) @ given_nI.to(wide))
+    elif made_nO.dtype == wide:
+        total_OI.addmm_(made_nO.t(), given_nI)
+    else:
+        torch.addmm(total_OI, made_nO.t(), given_nI, out_dtype=wide, out=total_OI)
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return what `multiply` makes of its first matrix, to make it once for several products."""
+    return x.float() if _is_slow(x) else x
 
 
 def _is_slow(x: Tensor) -> bool:
     return multiplies_in_float32(x.dtype, x.device)
 
 
-def _in_float32(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a b + bias in a's dtype, rounded once; a large b is converted a part of its columns or rows at a time."""
+def _in_float32(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Return a b + bias in b's dtype, rounded once; a large b is converted a part of its columns or rows at a time."""
+    out = b.new_empty(a.shape[0], b.shape[1]) if out is None else out
     wide_a = a.float()
-    if b.numel() <= _SLICE:
-        made = wide_a @ b.float()
-    elif b.shape[1] >= b.shape[0]:
-        columns = max(1, _SLICE // b.shape[0])
-        made = torch.cat([wide_a @ part.float() for part in b.split(columns, 1)], 1)
-    else:
-        rows = max(1, _SLICE // b.shape[1])
-        made = wide_a.new_zeros(a.shape[0], b.shape[1])
-        for part_a, part_b in zip(wide_a.split(rows, 1), b.split(rows), strict=True):
-            made.addmm_(part_a, part_b.float())
-    return (made if bias is None else made.add_(bias)).to(a.dtype)
+    if b.numel() <= _SLICE or b.shape[1] >= b.shape[0]:
+        columns = max(1, _SLICE // max(1, b.shape[0]))
+        for first in range(0, b.shape[1], columns):
+            some = slice(first, first + columns)
+            made = wide_a @ b[:, some].float()
+            out[:, some] = made if bias is None else made.add_(bias[some])
+        return out
+    rows = max(1, _SLICE // b.shape[1])
+    made = wide_a.new_zeros(a.shape[0], b.shape[1])
+    for part_a, part_b in zip(wide_a.split(rows, 1), b.split(rows), strict=True):
+        made.addmm_(part_a, part_b.float())
+    return out.copy_(made if bias is None else made.add_(bias))
 
 
 class _Linear(torch.autograd.Function):

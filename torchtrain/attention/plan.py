@@ -10,7 +10,7 @@ FlashAttention-2 does when the two lengths differ:
     segment 2  queries b b              keys A A b b
 
 Legend: B batch · T tokens of a row · N query tokens (all but padding) · M gathered keys · S segments · R anchor tokens
-of the batch · C copies of an anchor token.
+of the batch · C copies of an anchor token, its own key the first.
 """
 
 import dataclasses
@@ -42,11 +42,15 @@ class AttentionPlan:
     cu_seqlens_k: Tensor  # int32 [S + 1]
     own_slot_N: Tensor  # index in M of each query's own key
     anchor_index_R: Tensor  # the anchors' tokens
-    anchor_slot_RC: Tensor  # indices in M of each one's copies for the documents; -1 where it has fewer
+    anchor_slot_RC: (
+        Tensor  # indices in M of each one's own key and of its copies for the documents; 0 where it has fewer
+    )
+    no_copy_RC: Tensor  # where it has fewer
     seqlens_q: tuple[int, ...] = field(repr=False)  # per segment, on the host
     seqlens_k: tuple[int, ...] = field(repr=False)
     queries_in_order: bool  # q_index_N is 0, 1, .. B * T - 1: nothing to gather
     keys_in_order: bool  # the same of k_index_M
+    copies_fill: bool  # every anchor token has C copies
 
     @property
     def max_seqlen_q(self) -> int:
@@ -98,12 +102,11 @@ class AttentionPlan:
         shapes, slot_P, back_M = make_batches(self.seqlens_k)
         in_order = torch.equal(slot_P, torch.arange(len(back_M)))
         slot_P, back_M = slot_P.to(self.k_index_M.device), back_M.to(self.k_index_M.device)
-        slot_RC = self.anchor_slot_RC
         stacked = dataclasses.replace(
             self,
             k_index_M=self.k_index_M[slot_P],
             own_slot_N=back_M[self.own_slot_N],
-            anchor_slot_RC=torch.where(slot_RC >= 0, back_M[slot_RC.clamp(min=0)], slot_RC),
+            anchor_slot_RC=back_M[self.anchor_slot_RC],
             keys_in_order=self.keys_in_order and in_order,
         )
         return stacked, shapes
@@ -167,7 +170,10 @@ def make_plan(document_ids_BT: Tensor) -> AttentionPlan:
 
     in_order = torch.arange(B * T)
     device = document_ids_BT.device
-    anchor_index_R, anchor_slot_RC = _group_copies(copy_token, copy_slot)
+    has_copies = torch.isin(q_index_N, copy_token)
+    anchor_index_R, anchor_slot_RC = _group_copies(
+        torch.cat([q_index_N[has_copies], copy_token]), torch.cat([own_slot_N[has_copies], copy_slot])
+    )
     plan = AttentionPlan(
         document_ids_BT=ids_BT,
         q_index_N=q_index_N,
@@ -176,11 +182,13 @@ def make_plan(document_ids_BT: Tensor) -> AttentionPlan:
         cu_seqlens_k=cu_k.int(),
         own_slot_N=own_slot_N,
         anchor_index_R=anchor_index_R,
-        anchor_slot_RC=anchor_slot_RC,
+        anchor_slot_RC=anchor_slot_RC.clamp(min=0),
+        no_copy_RC=anchor_slot_RC < 0,
         seqlens_q=tuple(seqlen_q_S.tolist()),
         seqlens_k=tuple(seqlen_k_S.tolist()),
         queries_in_order=torch.equal(q_index_N, in_order),
         keys_in_order=torch.equal(k_index_M, in_order),
+        copies_fill=bool((anchor_slot_RC >= 0).all()),
     )
     return plan.to(device)
 

@@ -35,7 +35,11 @@ class TrainConfig(Section):
     )
     epsilon: Real = Field(default=1e-8, description="AdamW's epsilon")
     clip_norm: Real | None = Field(default=1.0, description="largest norm of the gradient; null: no clipping")
-    loss_chunk: Count = Field(default=1024, description="tokens whose logits exist at one time")
+    loss_chunk: Count | None = Field(
+        default=None,
+        description="tokens whose logits exist at one time; null: 1,024 on a CPU, and on a GPU thousands whose float32 "
+        "logits take half a GiB",
+    )
     deterministic: bool = Field(
         default=False,
         description="use deterministic algorithms on a GPU, so that a run repeats and resumes bit by bit; "

@@ -38,6 +38,7 @@ from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.source import read_by_library
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
+from torchtrain.training.optimizer import WAITING
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -63,12 +64,14 @@ class PeakBytes(TorchDispatchMode):
     Args:
         model: its weights were there before, whatever views the block takes of them.
         splits: as `flash_workspace`.
+        waiting: bytes of gradients that wait, at most, until they are added to the step's, beside one more.
     """
 
-    def __init__(self, model: nn.Module, splits: int = 1) -> None:
+    def __init__(self, model: nn.Module, splits: int = 1, waiting: int = 0) -> None:
         super().__init__()
         self.now = self.peak = self.summed = 0
-        self._splits = splits
+        self._splits, self._most_waiting = splits, waiting
+        self._waiting: list[nn.Parameter] = []
         self._moments: dict[tuple[int, int], int] = {}
         self._known: Any = WeakIdKeyDictionary()
         for tensor in (*model.parameters(), *model.buffers()):
@@ -85,10 +88,20 @@ class PeakBytes(TorchDispatchMode):
         return result
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Add a parameter's gradient to the step's: it no longer belongs to the pass."""
-        self.summed += parameter.numel()
-        self._note(self.now, adding=parameter.numel())
-        parameter.grad = None
+        """Take a parameter's gradient, and add it to the step's with those that wait, if these are enough."""
+        self._waiting.append(parameter)
+        if sum(p.nbytes for p in self._waiting) >= self._most_waiting:
+            self.add()
+
+    def add(self) -> None:
+        """Add the gradients that wait to the step's: they no longer belong to the pass."""
+        if self._waiting:
+            weights = sum(p.numel() for p in self._waiting)
+            self.summed += weights
+            self._note(self.now, adding=weights)
+        for parameter in self._waiting:
+            parameter.grad = None
+        self._waiting = []
 
     def moments(self) -> tuple[Moment, ...]:
         """Return the most that was held for each number of gradients."""
@@ -194,11 +207,21 @@ class Shapes:
         if train.deterministic:
             segments = train.micro_batch * (-(-config.pack.sequence_length // _DOCUMENT) if variant.separates else 1)
             splits = -(-_PROCESSORS // (segments * max(1, self.config.num_attention_heads // shared)))
-        key = (*_key_of(config.model), train.micro_batch, tokens, variant, train.loss_chunk, splits, shared > 1)
+        waiting = WAITING if config.model.dtype == "bfloat16" and not config.distributed.zero_stage else 0
+        key = (
+            *_key_of(config.model),
+            train.micro_batch,
+            tokens,
+            variant,
+            train.loss_chunk,
+            splits,
+            shared > 1,
+            waiting,
+        )
         if key not in self._passes:
             plan, model = _plan(variant, train.micro_batch, tokens), self.model(config.model)
             model.set_attn_implementation(_STAND_IN if shared == 1 else _EXCHANGED)
-            self._passes[key] = _count_pass(model, plan, train.loss_chunk, splits)
+            self._passes[key] = _count_pass(model, plan, train.loss_chunk, splits, waiting)
         return self._passes[key]
 
 
@@ -251,7 +274,7 @@ def _plan(variant: Variant, rows: int, tokens: int) -> AttentionPlan:
     return make_plan(ids_T.repeat(rows, 1)).to("meta")
 
 
-def _count_pass(model: "PreTrainedModel", plan: AttentionPlan, chunk: int, splits: int) -> Pass:
+def _count_pass(model: "PreTrainedModel", plan: AttentionPlan, chunk: int | None, splits: int, waiting: int) -> Pass:
     """Run a forward and a backward pass, on the meta device, and count what it holds."""
     B, t = plan.document_ids_BT.shape
     with torch.device("meta"):
@@ -261,7 +284,7 @@ def _count_pass(model: "PreTrainedModel", plan: AttentionPlan, chunk: int, split
             "position_ids": torch.arange(t).expand(B, -1),
             "document_ids": plan.document_ids_BT,
         }
-    with PeakBytes(model, splits) as watch:
+    with PeakBytes(model, splits, waiting) as watch:
         trained = [p for p in model.parameters() if p.requires_grad]
         hooks = [p.register_post_accumulate_grad_hook(watch.take) for p in trained]
         hidden_BtM = hidden_states(model, part, plan)
@@ -270,6 +293,7 @@ def _count_pass(model: "PreTrainedModel", plan: AttentionPlan, chunk: int, split
         )
         del hidden_BtM
         total.backward()
+        watch.add()
         for hook in hooks:
             hook.remove()
     return Pass(watch.moments(), sum(p.numel() for p in trained))

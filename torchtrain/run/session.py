@@ -16,6 +16,7 @@ from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config
 from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed
+from torchtrain.modeling.parts import head_of
 from torchtrain.products import multiplies_in_float32
 from torchtrain.run.export import export_step
 from torchtrain.run.folder import RunFolder
@@ -24,6 +25,7 @@ from torchtrain.run.steps import check_finite
 from torchtrain.training.events import MetricsFile
 from torchtrain.training.guard import Guard
 from torchtrain.training.held_out import HeldOut
+from torchtrain.training.loss import default_chunk
 from torchtrain.training.strategy import Strategy
 
 
@@ -280,7 +282,7 @@ def read_layout(config: Config, setup: Setup, world: World) -> ProcessLayout:
         zero_stage=distributed.zero_stage,
         offload=distributed.offload,
         micro_batch=train.micro_batch,
-        loss_chunk=train.loss_chunk,
+        loss_chunk=train.loss_chunk or default_chunk(head_of(setup.model), world.device),
         device=setup.record["device"],
         attention=setup.engine,
         deterministic=train.deterministic and world.device.type == "cuda",

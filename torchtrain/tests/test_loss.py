@@ -82,6 +82,13 @@ def assert_judged(found: Tensor, truth: Tensor, reference: Tensor) -> None:
     assert verdict.passed, verdict
 
 
+@pytest.mark.parametrize(("words", "tokens"), [(32_000, 4096), (49_152, 2048), (128_256, 1024), (2**20, 1024)])
+def test_chunks_of_a_gpu_are_thousands_of_tokens_whose_logits_take_half_a_gibibyte(words, tokens):
+    head = nn.Linear(1, words, device="meta")
+    assert loss.default_chunk(head, torch.device("cuda")) == tokens
+    assert loss.default_chunk(head, torch.device("cpu")) == 1024
+
+
 class Given(nn.Module):
     """A head of another kind, which returns what it was given."""
 

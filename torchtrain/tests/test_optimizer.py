@@ -73,6 +73,22 @@ def test_gradients_are_summed_in_float32_over_micro_batches():
     assert optimizer.masters[0].grad.item() == 264
 
 
+@pytest.mark.parametrize("waiting", [0, 20, 2**26])
+def test_gradients_that_wait_for_others_are_whole_after_each_backward_pass(waiting, monkeypatch):
+    monkeypatch.setattr("torchtrain.training.optimizer.WAITING", waiting)
+    model = Tiny(torch.bfloat16)
+    optimizer = Optimizer(model, SETTINGS)
+    with pytest.raises(RuntimeError, match="here"):  # in a backward pass that leaves a gradient waiting
+        loss = (model.norm * 1).sum() + (model.matrix * 1).sum()
+        model.matrix.register_post_accumulate_grad_hook(lambda _: (_ for _ in ()).throw(RuntimeError("here")))
+        loss.backward()
+    optimizer.drop()
+    for scale in (0.5, -2.0):
+        model.norm.sum().mul(scale).backward()
+        assert model.norm.grad is None
+    assert torch.equal(optimizer.masters[1].grad, torch.full((4,), -1.5))
+
+
 def test_bfloat16_masters_step_as_a_float32_model_does():
     half, wide = Tiny(torch.bfloat16), Tiny(torch.float32)
     wide.load_state_dict(half.state_dict())

@@ -56,7 +56,7 @@ def measure_held_out(
     model: "PreTrainedModel",
     rows: Sequence[Mapping[str, np.ndarray]],
     result: HeldOut,
-    chunk: int,
+    chunk: int | None,
     on_row: Callable[[str], None] = lambda status: None,
     strategy: Strategy | None = None,
     micro_batch: int = 1,
@@ -67,7 +67,7 @@ def measure_held_out(
         model: to evaluate.
         rows: arrays [T] by name, as from `PackedRows`.
         result: an empty `HeldOut`.
-        chunk: tokens whose logits exist at one time.
+        chunk: tokens whose logits exist at one time; None: `default_chunk`.
         on_row: called with the loss so far, as text, after each micro-batch.
         strategy: runs the model; default: on this process alone.
         micro_batch: rows of one forward.

@@ -16,27 +16,45 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtrain.modeling.parts import AS_THEY_ARE, LogitRule
-from torchtrain.products import LINEAR, multiply
+from torchtrain.products import LINEAR, add_product, multiply, widen
 from torchtrain.training.labels import Labels
 
-_ROWS = 8192  # rows of the head's gradient that are computed at a time
+_ROWS = 8192  # rows of the head's gradient that are computed at a time on a CPU
+_ON_CPU, _LOGITS = 1024, 2**29  # the default chunk on a CPU, and the bytes of float32 logits that one holds on a GPU
 _FEW, _WORDS = 512, 128  # for fewer tokens than _FEW, the hidden states' gradient is summed over _WORDS words at a time
 
 
+def default_chunk(head: nn.Module, device: torch.device) -> int:
+    """Return the tokens whose logits exist at one time where `train.loss_chunk` leaves it open.
+
+    A GPU launches the same kernels for each chunk, so its chunks are larger: the most thousands of tokens whose float32
+    logits take half a GiB.
+    """
+    words = getattr(head, "out_features", 2**17)
+    return _ON_CPU if device.type == "cpu" else max(1, _LOGITS // (4 * 1024 * words)) * 1024
+
+
 def chunked_cross_entropy(
-    head: nn.Module, hidden: Tensor, labels: Labels, chunk: int, *, scale: float = 1.0, rule: LogitRule = AS_THEY_ARE
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Labels,
+    chunk: int | None,
+    *,
+    scale: float = 1.0,
+    rule: LogitRule = AS_THEY_ARE,
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of the labels, `chunk` tokens at a time.
 
     Tokens without a label do not reach the head. A chunk's losses and gradients are computed together and its logits
     then dropped, so at most [chunk, V] logits exist at a time. Gradients of the head's weights are summed over chunks
-    in float32 (or the weights' wider dtype) and rounded once.
+    in float32 (or the weights' wider dtype) and rounded once. On a CPU each chunk's product is rounded to the model's
+    dtype before; a GPU's kernel adds it up in float32.
 
     Args:
         head: maps [n, M] to logits [n, V]. Its hooks are not called: they would take the gradient for the whole step's.
         hidden: hidden states [.., M].
         labels: of the flattened [..], on hidden's device.
-        chunk: tokens whose logits exist at one time.
+        chunk: tokens whose logits exist at one time; None: `default_chunk`.
         scale: the factor by which the caller multiplies the sum before backward. With another factor the gradients
             are right too, and rounded once more.
         rule: makes logits of the head's outputs, here in float32 or wider.
@@ -45,6 +63,8 @@ def chunked_cross_entropy(
         The sum, a scalar with a gradient, in float32 (or hidden's wider dtype); and each token's loss [..], detached,
         0 without a label. Without any label the sum is 0, with a gradient of zeros.
     """
+    if chunk is None:
+        chunk = default_chunk(head, hidden.device)
     hidden_nM = hidden.flatten(0, -2).index_select(0, labels.index_n)
     weights = [weight for weight in head.parameters() if weight.requires_grad]
     if torch.is_grad_enabled() and (hidden_nM.requires_grad or weights):
@@ -156,16 +176,17 @@ def _add_gradients(
             total += added
         return losses_n
     assert isinstance(head, nn.Linear)
-    # In parts: autograd would hold the weights' whole gradient and its sum.
+    d_wide_nV = widen(d_logits_nV)
     if d_hidden_nM is not None:
-        _multiply(d_logits_nV, head.weight, d_hidden_nM)
+        _multiply(d_wide_nV, head.weight, d_hidden_nM)
     for weight, total in zip(weights, sums, strict=True):
         if weight.dim() == 1:  # the bias
             total += d_logits_nV.sum(0, dtype=total.dtype)
-            continue
-        for first in range(0, len(total), _ROWS):
-            rows = slice(first, first + _ROWS)
-            total[rows] += multiply(d_logits_nV[:, rows].T, hidden_nM)
+        elif total.device.type != "cpu":
+            add_product(total, d_logits_nV, hidden_nM)
+        else:  # in parts: the weights' whole gradient would exist beside its sum
+            for rows, d_nv in zip(total.split(_ROWS), d_wide_nV.split(_ROWS, 1), strict=True):
+                rows += multiply(d_nv.T, hidden_nM)
     return losses_n
 
 
@@ -175,7 +196,7 @@ def _multiply(d_logits_nV: Tensor, weight_VM: Tensor, d_hidden_nM: Tensor) -> No
     For fewer than 64 rows MKL sums the products of all words one after another in float32; the error is 100 times that
     of sums in parts. In half precision each part would be rounded, and the kernels sum in float32 anyway.
     """
-    narrow = torch.finfo(d_logits_nV.dtype).bits < 32
+    narrow = torch.finfo(weight_VM.dtype).bits < 32
     if narrow or len(d_logits_nV) >= _FEW or d_logits_nV.device.type != "cpu":
         multiply(d_logits_nV, weight_VM, out=d_hidden_nM)
         return

@@ -97,7 +97,7 @@ def accumulate(
     strategy: Strategy,
     batches: Sequence[MicroBatch],
     domains: Sequence[str],
-    chunk: int,
+    chunk: int | None,
     on_losses: OnLosses | None = None,
 ) -> tuple[Losses, int]:
     """Compute the gradient of the mean loss over the step's labelled tokens of all ranks and micro-batches.
@@ -106,7 +106,7 @@ def accumulate(
         strategy: with its model in training mode.
         batches: this rank's micro-batches of the step, on the host.
         domains: names, by index.
-        chunk: tokens whose logits exist at one time.
+        chunk: tokens whose logits exist at one time; None: `default_chunk`.
         on_losses: called after each micro-batch with each token's loss [B, t], detached, and this rank's part.
 
     Returns:

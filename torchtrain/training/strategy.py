@@ -50,14 +50,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def losses(
-        self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int, scale: float = 1.0
+        self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int | None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Run the model on this rank's part of a micro-batch.
 
         Args:
             part: of the rows, with its `labels`.
             plan: of whole rows, or of the part if it has whole documents.
-            chunk: tokens whose logits exist at one time.
+            chunk: tokens whose logits exist at one time; None: `default_chunk`.
             scale: the factor by which the caller multiplies the sum before `backward`.
 
         Returns:
@@ -137,7 +137,7 @@ class Replicated(Strategy):
         return self._optimizer
 
     def losses(
-        self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int, scale: float = 1.0
+        self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int | None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """See `Strategy`."""
         hidden_BtM = hidden_states(self.model, part, plan)
@@ -207,7 +207,7 @@ class Zero(Strategy):
         self._gathered: Callable[..., Any] = deepspeed.zero.GatheredParameters
 
     def losses(
-        self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int, scale: float = 1.0
+        self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int | None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """See `Strategy`."""
         return self.deepspeed(part, plan, chunk, scale * self._divisor)
@@ -252,7 +252,9 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model, self.loss = model, _Loss()
 
-    def forward(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
         hidden_BtM = hidden_states(self.model, part, plan)
         return self.loss(head_of(self.model), hidden_BtM, part["labels"], chunk, scale, LogitRule.of(self.model))
 
@@ -261,6 +263,6 @@ class _Loss(nn.Module):
     """The loss of all chunks of a micro-batch, as a module, so that ZeRO 3 gathers the head once."""
 
     def forward(
-        self, head: nn.Module, hidden_BtM: Tensor, labels: Labels, chunk: int, scale: float, rule: LogitRule
+        self, head: nn.Module, hidden_BtM: Tensor, labels: Labels, chunk: int | None, scale: float, rule: LogitRule
     ) -> tuple[Tensor, Tensor]:
         return chunked_cross_entropy(head, hidden_BtM, labels, chunk, scale=scale, rule=rule)

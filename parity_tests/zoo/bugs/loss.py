@@ -19,7 +19,7 @@ from torchtrain.modeling.parts import hidden_states
 from torchtrain.training.labels import Labels, find_labels
 from torchtrain.training.loss import _add_gradients, _losses, chunked_cross_entropy
 from torchtrain.training.losses import Losses
-from torchtrain.training.optimizer import Optimizer, _move_gradient
+from torchtrain.training.optimizer import Optimizer, _move_gradients
 from torchtrain.training.step import count_labels
 from torchtrain.training.strategy import Replicated
 
@@ -95,12 +95,13 @@ def _cross_document_targets(build):
 cross_document_targets = Bug(lambda: wrap(build_row, _cross_document_targets))
 
 
-def _keep_gradient(master, parameter):
-    gradient = parameter.grad.float().clone()
-    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+def _keep_gradients(masters, parameters):
+    for master, parameter in zip(masters, parameters, strict=True):
+        gradient = parameter.grad.float().clone()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
-gradient_accumulated_twice = Bug(lambda: swap(_move_gradient, _keep_gradient))
+gradient_accumulated_twice = Bug(lambda: swap(_move_gradients, _keep_gradients))
 
 
 _gradient_averaged_over_ranks_backward = Replicated.backward

@@ -10,7 +10,7 @@ from torch import nn
 
 from parity_tests.zoo import Bug, plain
 from parity_tests.zoo.patch import rates, settings, swap
-from torchtrain.training.optimizer import Optimizer, _master, _move_gradient
+from torchtrain.training.optimizer import Optimizer, _master, _move_gradients
 from torchtrain.training.strategy import Replicated
 
 adam_betas_default = Bug(lambda: settings(betas=(0.9, 0.999)))
@@ -57,13 +57,14 @@ class _AdamKeepsTheLargest(torch.optim.AdamW):
 adam_keeps_the_largest = Bug(lambda: patch.object(torch.optim, "AdamW", _AdamKeepsTheLargest))
 
 
-def _add_in_half(master, parameter):
-    gradient = parameter.grad.float()
-    total = gradient if master.grad is None else (master.grad + gradient).to(parameter.dtype).float()
-    master.grad, parameter.grad = total, None
+def _add_in_half(masters, parameters):
+    for master, parameter in zip(masters, parameters, strict=True):
+        gradient = parameter.grad.float()
+        total = gradient if master.grad is None else (master.grad + gradient).to(parameter.dtype).float()
+        master.grad, parameter.grad = total, None
 
 
-gradient_sums_in_half = Bug(lambda: swap(_move_gradient, _add_in_half))
+gradient_sums_in_half = Bug(lambda: swap(_move_gradients, _add_in_half))
 
 
 clip_missing = Bug(lambda: patch.object(nn.utils, "clip_grads_with_norm_", lambda *_, **__: None))

@@ -196,7 +196,7 @@ def attend_flash(
     if layer.sinks_H is None:
         out_NHD, lse_HN = kernel(q_NHD, k_MKD, v_MKD, plan, scale, window, softcap)
     else:
-        out_NHD, lse_HN = _WithSinks.apply(q_NHD, k_MKD, v_MKD, layer.sinks_H, plan, scale, window)  # type: ignore[misc]
+        out_NHD, lse_HN = call_torch_varlen(q_NHD, k_MKD, v_MKD, plan, scale, window, sinks_H=layer.sinks_H)
     lse_BTH = scatter_queries(lse_HN.detach().T, plan, fill=float("-inf"))
     return scatter_queries(out_NHD, plan), lse_BTH.transpose(1, 2)
 
@@ -230,32 +230,26 @@ def _call_flash_attn(
 
 
 def call_torch_varlen(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None, softcap: None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    softcap: None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run torch's own kernel. Returns out [N, H, D] and the log-sum-exp [H, N]."""
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    out_NHD, lse_HN = varlen_attn(
-        q,
-        k,
-        v,
-        plan.cu_seqlens_q,
-        plan.cu_seqlens_k,
-        plan.max_seqlen_q,
-        plan.max_seqlen_k,
-        return_aux=AuxRequest(lse=True),
-        scale=scale,
-        window_size=(_left(window), 0),  # causal, aligned bottom-right
-        **_gqa(),
-    )
-    return out_NHD, lse_HN
+    """Run torch's own kernel. Returns out [N, H, D] and the log-sum-exp [H, N], which has no gradient."""
+    return _Varlen.apply(q, k, v, sinks_H, plan, scale, window)  # type: ignore[return-value]
 
 
-class _WithSinks(torch.autograd.Function):
-    """FlashAttention whose softmax also counts one logit for each head, with no value.
+class _Varlen(torch.autograd.Function):
+    """torch's own kernel, whose softmax may also count one logit for each head, with no value: a sink.
 
     The kernel leaves the sink out. Its output times exp(lse - total) counts it, where total is the log-sum-exp with the
     sink. The kernel's backward pass computes probabilities from a log-sum-exp and an output: it is given these two.
+
+    torch's `varlen_attn` makes a gradient of zeros for the log-sum-exp and one for a random state. Here there is none.
     """
 
     @staticmethod
@@ -264,33 +258,39 @@ class _WithSinks(torch.autograd.Function):
         q_NHD: Tensor,
         k_MKD: Tensor,
         v_MKD: Tensor,
-        sinks_H: Tensor,
+        sinks_H: Tensor | None,
         plan: AttentionPlan,
         scale: float,
         window: int | None,
     ) -> tuple[Tensor, Tensor]:
         from torch.nn.attention import varlen  # noqa: F401  # registers the two operations
 
-        # What follows q, k and v, as torch's own `varlen_attn` calls it.
+        # What follows q, k and v, as torch's own `varlen_attn` calls it: causal, aligned bottom-right.
         lengths = (plan.cu_seqlens_q, plan.cu_seqlens_k, plan.max_seqlen_q, plan.max_seqlen_k)
         options = (*lengths, window is None, scale, [_left(window), 0])
-        out_NHD, lse_HN, unused = torch.ops.torch_attn._varlen_attn(q_NHD, k_MKD, v_MKD, *options, True)
-        total_HN = torch.logaddexp(lse_HN, sinks_H.to(lse_HN.dtype)[:, None])
-        out_NHD = (out_NHD * (lse_HN - total_HN).exp().T[..., None]).to(q_NHD.dtype)
-        ctx.save_for_backward(q_NHD, k_MKD, v_MKD, sinks_H, out_NHD, total_HN, unused)
+        out_NHD, lse_HN, unused = torch.ops.torch_attn._varlen_attn(q_NHD, k_MKD, v_MKD, *options, **_gqa())
+        if sinks_H is not None:
+            total_HN = torch.logaddexp(lse_HN, sinks_H.to(lse_HN.dtype)[:, None])
+            out_NHD = (out_NHD * (lse_HN - total_HN).exp().T[..., None]).to(q_NHD.dtype)
+            lse_HN = total_HN
+        ctx.save_for_backward(q_NHD, k_MKD, v_MKD, sinks_H, out_NHD, lse_HN, unused)
         ctx.options = options
-        ctx.mark_non_differentiable(total_HN)
-        return out_NHD, total_HN
+        ctx.mark_non_differentiable(lse_HN)
+        ctx.set_materialize_grads(False)
+        return out_NHD, lse_HN
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_NHD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_NHD, k_MKD, v_MKD, sinks_H, out_NHD, total_HN, unused = ctx.saved_tensors
+    def backward(ctx: Any, grad_NHD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad_NHD is None:
+            return (None,) * 7
+        q_NHD, k_MKD, v_MKD, sinks_H, out_NHD, lse_HN, unused = ctx.saved_tensors
         *lengths, causal, scale, window = ctx.options
         gradients = torch.ops.torch_attn._varlen_attn_backward(
-            grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, total_HN, *lengths, causal, unused, scale, window
+            grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, lse_HN, *lengths, causal, unused, scale, window
         )
-        return *gradients, sink_gradient(grad_NHD, out_NHD, total_HN.T, sinks_H), None, None, None
+        of_sinks = None if sinks_H is None else sink_gradient(grad_NHD, out_NHD, lse_HN.T, sinks_H)
+        return *gradients, of_sinks, None, None, None
 
 
 @cache

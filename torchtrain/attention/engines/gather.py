@@ -32,12 +32,12 @@ class _GatherKeys(torch.autograd.Function):
         if not plan.queries_in_order:
             grad = grad_MKD.new_zeros(B * T, K, D).index_copy_(0, plan.q_index_N, grad)
         if plan.anchor_index_R.numel():
+            copies_RCKD = grad_MKD[plan.anchor_slot_RC]
+            if not plan.copies_fill:
+                copies_RCKD = copies_RCKD.masked_fill(plan.no_copy_RC[..., None, None], 0)
             wide = torch.promote_types(grad_MKD.dtype, torch.float32)
-            filled_RC = plan.anchor_slot_RC >= 0
-            copies_RCKD = grad_MKD[plan.anchor_slot_RC.clamp(min=0)].to(wide)
-            copies_RCKD = copies_RCKD.masked_fill(~filled_RC[..., None, None], 0)
-            own_RKD = grad[plan.anchor_index_R].to(wide)
-            grad[plan.anchor_index_R] = (own_RKD + copies_RCKD.sum(1)).to(grad.dtype)
+            sums_RKD = copies_RCKD[:, 1:].sum(1, dtype=wide).add_(copies_RCKD[:, 0])
+            grad.index_copy_(0, plan.anchor_index_R, sums_RKD.to(grad.dtype))
         return grad.view(B, T, K, D), None
 
 

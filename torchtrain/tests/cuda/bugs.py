@@ -183,7 +183,9 @@ BUGS: dict[str, Bug] = {
         "gradients looked at one by one",
         ": item",
         lambda: _around(
-            optimizer, "_move_gradient", lambda real: lambda m, p: bool(p.grad.isfinite().all()) and real(m, p)
+            optimizer,
+            "_move_gradients",
+            lambda real: lambda m, p: all(bool(x.grad.isfinite().all()) for x in p) and real(m, p),
         ),
     ),
     "queries_by_a_mask": Bug(

@@ -280,6 +280,22 @@ def _mm_into(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return _on_host(lambda a, b: (a.float() @ b.float(),), a, b)[0]
 
 
+def _add_product_into(total, a, b, out_dtype, *, beta=1, alpha=1, out):
+    """The product rounded before it is added, as on the host, whose bits a step has."""
+    assert beta == alpha == 1
+    assert out_dtype == total.dtype == torch.float32
+    assert a.dtype == b.dtype
+    assert a.dtype in HALF
+    assert out is total
+    return out.add_(_on_host(lambda a, b: (a @ b,), a, b)[0])
+
+
+def _norm_of_each(tensors, ord=2, dtype=None):
+    """Each norm as those of its rows, so that a step has the bits of the host, which sums them by rows."""
+    assert ord == 2
+    return [_on_host(lambda x: (torch.linalg.vector_norm(x, dim=-1),), x)[0] for x in tensors]
+
+
 def install() -> torch.library.Library:
     """Register all that torch has for CUDA; they stay for as long as the library that is returned."""
     library = torch.library.Library("aten", "IMPL")
@@ -292,6 +308,8 @@ def install() -> torch.library.Library:
         "_scaled_dot_product_efficient_attention": _efficient_sdpa,
         "_scaled_dot_product_efficient_attention_backward": _efficient_sdpa_backward,
         "mm.dtype": _mm_into,
+        "addmm.dtype_out": _add_product_into,
+        "_foreach_norm.Scalar": _norm_of_each,
     }.items():
         library.impl(name, kernel, "CUDA")
     return library
