@@ -126,19 +126,6 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return _in_float32(a, b, out=out) if _is_slow(b) else torch.mm(a, b, out=out)
 
 
-def add_product(total_OI: Tensor | None, made_nO: Tensor, given_nI: Tensor) -> None:
-    """Add made^T given, its sums over n taken in the dtype of `total`; None: it is not needed."""
-    if total_OI is None:
-        return
-    wide = total_OI.dtype
-    if total_OI.device.type == "cpu":  # which has no product that leaves its sums in float32
-        total_OI.add_(made_nO.t().to(wide) @ given_nI.to(wide))
-    elif made_nO.dtype == wide:
-        total_OI.addmm_(made_nO.t(), given_nI)
-    else:
-        torch.addmm(total_OI, made_nO.t(), given_nI, out_dtype=wide, out=total_OI)
-
-
 def widen(x: Tensor) -> Tensor:
     """Return what `multiply` makes of its first matrix, to make it once for several products."""
     return x.float() if _is_slow(x) else x

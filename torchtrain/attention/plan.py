@@ -14,7 +14,7 @@ of the batch · C copies of an anchor token, its own key the first.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -97,7 +97,8 @@ class AttentionPlan:
     def batches(self) -> "tuple[AttentionPlan, tuple[tuple[int, int], ...]]":
         """The plan with its keys stacked by length, for `gather_keys`, and segments and tokens of each batch.
 
-        The first layer makes them, and the others reuse them.
+        The first layer makes them, and the others reuse them; or they are made with a micro-batch, ahead of its step:
+        on a GPU making them waits for the device.
         """
         shapes, slot_P, back_M = make_batches(self.seqlens_k)
         in_order = torch.equal(slot_P, torch.arange(len(back_M)))
@@ -113,16 +114,26 @@ class AttentionPlan:
 
     def pin_memory(self) -> "AttentionPlan":
         """Return the plan with its tensors in page-locked memory."""
-        return dataclasses.replace(self, **{name: x.pin_memory() for name, x in self._tensors().items()})
+        return self._each(Tensor.pin_memory)
 
     def to(self, device: torch.device | str) -> "AttentionPlan":
         """Return the plan with its tensors on `device`."""
         device = torch.empty(0, device=device).device  # a tensor on "cuda" says "cuda:0"
-        tensors = self._tensors()
-        if all(t.device == device for t in tensors.values()):
+        if all(t.device == device for t in self._tensors().values()):
             return self
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        return dataclasses.replace(self, **moved)
+        return self._each(lambda x: x.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "AttentionPlan":
+        """Return the plan with its tensors changed, and `batches` too where they are made."""
+        own = self._tensors()
+        changed = {name: change(x) for name, x in own.items()}
+        plan = dataclasses.replace(self, **changed)
+        if "batches" in vars(self):
+            stacked, shapes = self.batches
+            others = {name: change(x) for name, x in stacked._tensors().items() if x is not own[name]}
+            flags = {"keys_in_order": stacked.keys_in_order}
+            vars(plan)["batches"] = dataclasses.replace(plan, **others, **flags), shapes
+        return plan
 
     def _tensors(self) -> dict[str, Tensor]:
         return {f.name: v for f in dataclasses.fields(self) if isinstance(v := getattr(self, f.name), Tensor)}

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from anchorline.errors import UserError
 from torchtrain.modeling.adapters import is_linear, layer_and_factors
 from torchtrain.modeling.parts import whole_shape
-from torchtrain.products import add_product, linear, multiply
+from torchtrain.products import linear, multiply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -126,7 +126,7 @@ class _Linear:
 
     def backward(self, x_nI: Tensor, gradient_nO: Tensor, sums: Iterator[Tensor | None]) -> Tensor:
         """As `_Form.backward`; takes as many of the sums as the layer has parameters."""
-        add_product(next(sums), gradient_nO, x_nI)
+        _add_product(next(sums), gradient_nO, x_nI)
         if self.layer.bias is not None and (total_O := next(sums)) is not None:
             total_O.add_(gradient_nO.sum(0, dtype=total_O.dtype))
         of_x_nI = multiply(gradient_nO, self.layer.weight)
@@ -135,8 +135,8 @@ class _Linear:
         a, b, scale = self.adapter
         of_b_nO = gradient_nO * scale
         of_a_nR = multiply(of_b_nO, b.weight)
-        add_product(next(sums), of_a_nR, x_nI)
-        add_product(next(sums), of_b_nO, linear(x_nI, a.weight))
+        _add_product(next(sums), of_a_nR, x_nI)
+        _add_product(next(sums), of_b_nO, linear(x_nI, a.weight))
         return of_x_nI + multiply(of_a_nR, a.weight)
 
 
@@ -327,3 +327,15 @@ class _Chunked(torch.autograd.Function):
 def _chunks(cut: tuple[int, int | None], *whole: Tensor) -> Iterable[tuple[Tensor, ...]]:
     tokens, most = cut
     return islice(zip(*(x.split(tokens) for x in whole), strict=True), most)
+
+
+def _add_product(total_OI: Tensor | None, made_nO: Tensor, given_nI: Tensor) -> None:
+    """Add made^T given, its sums over n taken in the dtype of `total`; None: it is not needed."""
+    if total_OI is None:
+        return
+    if made_nO.dtype == total_OI.dtype:
+        total_OI.add_(made_nO.t() @ given_nI)
+    elif made_nO.device.type == "cpu":  # which has no product that leaves its sums in float32
+        total_OI.add_(made_nO.t().to(total_OI.dtype) @ given_nI.to(total_OI.dtype))
+    else:
+        total_OI.add_(torch.mm(made_nO.t(), given_nI, out_dtype=total_OI.dtype))

@@ -78,9 +78,9 @@ def test_gradients_that_wait_for_others_are_whole_after_each_backward_pass(waiti
     monkeypatch.setattr("torchtrain.training.optimizer.WAITING", waiting)
     model = Tiny(torch.bfloat16)
     optimizer = Optimizer(model, SETTINGS)
-    with pytest.raises(RuntimeError, match="here"):  # in a backward pass that leaves a gradient waiting
-        loss = (model.norm * 1).sum() + (model.matrix * 1).sum()
-        model.matrix.register_post_accumulate_grad_hook(lambda _: (_ for _ in ()).throw(RuntimeError("here")))
+    model.matrix.register_post_accumulate_grad_hook(lambda _: (_ for _ in ()).throw(RuntimeError("here")))
+    loss = (model.norm * 1).sum() + (model.matrix * 1).sum()
+    with pytest.raises(RuntimeError, match="here"):  # a gradient waits
         loss.backward()
     optimizer.drop()
     for scale in (0.5, -2.0):

@@ -14,6 +14,7 @@ from torchtrain.attention.engines.gather import gather_keys, gather_queries, sca
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.rule import visible_BTT
 from torchtrain.tests.layouts import document_ids
+from torchtrain.training.step import make_micro_batches
 
 
 def mask_of_varlen(plan: AttentionPlan, window: int | None = None) -> torch.Tensor:
@@ -72,6 +73,22 @@ def test_batches_hold_each_segment_once_and_copies_of_its_last_token(ids_BT):
     found = [row for batch, shape in batches for row in batch.view(shape).tolist()]
     assert sorted(found) == sorted(wanted)
     assert torch.equal(laid_out.k_index_M[laid_out.own_slot_N], plan.q_index_N)
+
+
+@pytest.mark.parametrize("row", [[1] * 9, [0] + [1] * 5 + [2] * 6, [0, 0] + [1] * 70 + [2] * 3 + [-1] * 5, [-1] * 4])
+def test_batches_made_with_a_micro_batch_move_with_it(row):
+    """Nothing of them is left to make on the device, which would wait for it there."""
+    ids_BT = torch.tensor([row])
+    labels = {name: torch.zeros_like(ids_BT) for name in ("input_ids", "position_ids", "shift_labels", "domain_ids")}
+    batch = labels | {"document_ids": ids_BT}
+    plan = make_micro_batches([batch], ["one"], engine="sdpa")[0].to(torch.device("meta")).plan
+    if not plan.seqlens_q:  # nothing to attend to
+        return
+    stacked, shapes = vars(plan)["batches"]
+    wanted, same_shapes = make_plan(ids_BT).batches
+    assert shapes == same_shapes
+    assert stacked.keys_in_order == wanted.keys_in_order
+    assert all(x.is_meta and x.shape == wanted._tensors()[name].shape for name, x in stacked._tensors().items())
 
 
 def test_padding_is_bounded():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtrain.modeling.parts import AS_THEY_ARE, LogitRule
-from torchtrain.products import LINEAR, add_product, multiply, widen
+from torchtrain.products import LINEAR, multiply, widen
 from torchtrain.training.labels import Labels
 
 _ROWS = 8192  # rows of the head's gradient that are computed at a time on a CPU
@@ -183,7 +183,8 @@ def _add_gradients(
         if weight.dim() == 1:  # the bias
             total += d_logits_nV.sum(0, dtype=total.dtype)
         elif total.device.type != "cpu":
-            add_product(total, d_logits_nV, hidden_nM)
+            dtype = {} if total.dtype == d_logits_nV.dtype else {"out_dtype": total.dtype}
+            torch.addmm(total, d_logits_nV.T, hidden_nM, **dtype, out=total)
         else:  # in parts: the weights' whole gradient would exist beside its sum
             for rows, d_nv in zip(total.split(_ROWS), d_wide_nV.split(_ROWS, 1), strict=True):
                 rows += multiply(d_nv.T, hidden_nM)

@@ -46,7 +46,7 @@ class MicroBatch:
 
 
 def make_micro_batch(
-    batch: dict[str, Tensor], world: World, labels_of: Callable[[Mapping[str, Tensor]], Labels]
+    batch: dict[str, Tensor], world: World, labels_of: Callable[[Mapping[str, Tensor]], Labels], engine: str = ""
 ) -> MicroBatch:
     """Take this rank's part of whole rows, plan its attention and find its labels.
 
@@ -54,6 +54,7 @@ def make_micro_batch(
         batch: the five arrays [B, T] on the host, as from `torchtrain.data.collate`.
         world: of this rank; for a GPU the result is in page-locked memory.
         labels_of: finds the labels of a part and their groups (`Losses.labels_of`).
+        engine: of attention, if what its plan needs shall be made now.
 
     Raises:
         UserError: `document_ids` break the mask rule; see `make_plan`.
@@ -66,6 +67,8 @@ def make_micro_batch(
         part = split_tokens(batch, world)
     else:
         plan = make_plan(part["document_ids"])
+    if engine == "sdpa" and plan.seqlens_q:
+        plan.batches  # noqa: B018  # makes them
     made = MicroBatch(part | {"labels": labels_of(part)}, plan, tokens, rows)
     return made.pin_memory() if world.device.type == "cuda" else made
 

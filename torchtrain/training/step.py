@@ -47,20 +47,23 @@ class StepResult:
 
 
 def step_batches(
-    rows: Rows, step: int, train: TrainConfig, domains: Sequence[str], world: World = ALONE
+    rows: Rows, step: int, train: TrainConfig, domains: Sequence[str], world: World = ALONE, engine: str = ""
 ) -> list[MicroBatch]:
-    """Return this rank's micro-batches of a step, on the host. A step's rows are the same for every number of ranks."""
+    """Return this rank's micro-batches of a step, on the host. A step's rows are the same for every number of ranks.
+
+    `engine` is that of `make_micro_batch`.
+    """
     numbers = assign_rows(step * train.sequences_per_step, train.sequences_per_step, train.micro_batch, world)
     batches = [collate([rows.row_at(i) for i in micro_batch]) for micro_batch in numbers]
-    return make_micro_batches(batches, domains, world)
+    return make_micro_batches(batches, domains, world, engine)
 
 
 def make_micro_batches(
-    batches: Sequence[dict[str, Tensor]], domains: Sequence[str], world: World = ALONE
+    batches: Sequence[dict[str, Tensor]], domains: Sequence[str], world: World = ALONE, engine: str = ""
 ) -> list[MicroBatch]:
     """Return the micro-batches of whole rows [B, T] on the host, for `accumulate`."""
     labels_of = Losses(domains).labels_of
-    return [make_micro_batch(batch, world, labels_of) for batch in batches]
+    return [make_micro_batch(batch, world, labels_of, engine) for batch in batches]
 
 
 def take_step(

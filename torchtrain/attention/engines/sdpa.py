@@ -67,8 +67,9 @@ def attend_sdpa(
 
 def _attend_causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], layer: LayerOptions) -> Tensor:
     """Attend within each of the segments that follow one another in q [G n, H, D], k, v [G n, K, D]."""
-    # Head by head in memory, which the CPU's kernel reads fastest.
-    q_GHnD, k_GKnD, v_GKnD = (x.unflatten(0, shape).transpose(1, 2).contiguous() for x in (q, k, v))
+    q_GHnD, k_GKnD, v_GKnD = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+    if q.device.type == "cpu":  # head by head in memory, which its kernel reads fastest
+        q_GHnD, k_GKnD, v_GKnD = q_GHnD.contiguous(), k_GKnD.contiguous(), v_GKnD.contiguous()
     added = layer.sinks_H is not None or layer.window is not None
     if added or (q.device.type == "cpu" and q.dtype != torch.float64):
         out_GHnD = attend_on_cpu(q_GHnD, k_GKnD, v_GKnD, layer.scale, layer.sinks_H, layer.window)
