@@ -53,6 +53,7 @@ class ProcessLayout(_Strict):
     device: str
     attention: str  # the engine
     deterministic: bool = False  # on a GPU
+    fused: bool = False  # layers are compiled
     float32_products: bool = False  # of a bfloat16 model on a CPU (`torchtrain.products`)
 
 

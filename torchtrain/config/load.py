@@ -45,6 +45,22 @@ class Config(Section):
             )
         return self
 
+    @property
+    def not_compiled(self) -> str:
+        """Why `model.fused: compile` does not go with the other settings, and what to set; empty where it does."""
+        model = self.model
+        if self.distributed.share == "documents":
+            return "distributed.share documents, where rows differ in shape; set that to heads"
+        if model.layer_chunk is not None:
+            return "model.layer_chunk, which splits a layer; set that to null"
+        if model.activation_checkpointing == "offload":
+            return "model.activation_checkpointing offload, which runs a layer itself; set that to true"
+        if model.lora is not None:
+            return "model.lora, which adds modules to a layer; set that to null"
+        if model.round_qk != "none":
+            return "model.round_qk, which rounds between a layer's operations; set that to none"
+        return ""
+
     @model_validator(mode="after")
     def _answers_stay_whole(self) -> Self:
         if self.data.has_answers and self.pack.cuts_answers:
@@ -53,17 +69,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _compiled_layers_are_whole(self) -> Self:
-        model, others = self.model, ""
-        if self.distributed.share == "documents":
-            others = "distributed.share documents, where rows differ in shape; set that to heads"
-        elif model.layer_chunk is not None:
-            others = "model.layer_chunk, which splits a layer; set that to null"
-        elif model.activation_checkpointing == "offload":
-            others = "model.activation_checkpointing offload, which runs a layer itself; set that to true"
-        elif model.lora is not None:
-            others = "model.lora, which adds modules to a layer; set that to null"
-        if model.fused == "compile" and others:
-            raise ValueError(f"model.fused compile: does not go with {others}, or model.fused to none")
+        if self.model.fused == "compile" and self.not_compiled:
+            raise ValueError(f"model.fused compile: does not go with {self.not_compiled}, or model.fused to none")
         return self
 
 

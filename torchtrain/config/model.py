@@ -51,10 +51,10 @@ class ModelConfig(Section):
     round_qk_bits: Annotated[int, Field(ge=1, le=22)] = Field(
         default=7, description="stored mantissa bits that round_qk keeps; bfloat16 has 7"
     )
-    fused: Literal["none", "compile"] = Field(
-        default="none",
+    fused: Literal["auto", "none", "compile"] = Field(
+        default="auto",
         description="compile: torch.compile fuses norms, rotation, gates and residuals, which rounds less often; needs "
-        "a C++ compiler, or Triton on a GPU",
+        "a C++ compiler, or Triton on a GPU; auto: compile on a GPU where nothing refuses it, else none",
     )
     attention: Literal["auto", Engine] = Field(
         default="auto",
@@ -87,8 +87,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _rounds_float32(self) -> Self:
-        if self.round_qk != "none" and (self.dtype != "float32" or self.fused != "none"):
-            raise ValueError(f"round_qk {self.round_qk}: works only with dtype float32 and fused none; set them")
+        if self.round_qk != "none" and (self.dtype != "float32" or self.fused == "compile"):
+            raise ValueError(f"round_qk {self.round_qk}: works only with dtype float32 and without fused compile")
         return self
 
     @property

@@ -71,6 +71,20 @@ def compile_layers(model: "PreTrainedModel", recomputation: Recomputation) -> No
     _expect(len(layers))
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `compile_layers` was called with this model."""
+    handed = (getattr(module, _HANDS_OVER) for module in layers_of(model))
+    return any(run is _run or getattr(run, "args", None) == (_run,) for run in handed)
+
+
+def has_layers(model: nn.Module) -> bool:
+    """Whether a model has decoder layers that can be compiled one by one, before it hands them over."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    return layers and getattr(model, "supports_gradient_checkpointing", False)
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the decoder layers of a model that can be compiled one by one."""
     return [module for module in model.modules() if hasattr(module, _HANDS_OVER)]
@@ -81,6 +95,7 @@ def _expect(layers: int) -> None:
     from torch._dynamo import config
 
     torch.compiler.reset()  # what an earlier model of this process had compiled counts, too
+    config.nested_graph_breaks = True  # one graph before attention and one after it, not more around each caller
     config.recompile_limit = max(config.recompile_limit, 2 * layers)
     config.fail_on_recompile_limit_hit = True
 

@@ -153,7 +153,7 @@ def load_for_evaluation(
     if device_map is not None:
         check_can_spread(device_map)
     if isinstance(device_map, dict):
-        check_covers(_without_weights(folder, config, trust_remote_code), device_map)
+        check_covers(without_weights(folder, config, trust_remote_code), device_map)
     place = device or torch.device("cpu")
     loaded = _load(folder, config, dtype, attention, place, trust_remote_code, device_map=device_map)
     if device_map is not None:
@@ -163,7 +163,7 @@ def load_for_evaluation(
     return loaded.eval()
 
 
-def _without_weights(folder: str, config: "PretrainedConfig", trust_remote_code: bool) -> nn.Module:
+def without_weights(folder: str, config: "PretrainedConfig", trust_remote_code: bool) -> nn.Module:
     """Return the model of a config on `meta`: its modules, and weights of no size in memory."""
     from transformers import AutoModelForCausalLM
 

@@ -110,7 +110,7 @@ def print_plan(config: Config, machine: Machine, pace: Pace, document_tokens: fl
 def _print_work(config: Config, shapes: Shapes, work: Work, documents: Documents, seconds: float | None) -> None:
     if find_published(config.model.source) is not None:
         print(f"model     the shapes of {config.model.source} come with torchtrain; the hub was not asked")
-    if config.model.fused != "none":
+    if config.model.fused == "compile":
         print(f"fused     activations are counted as without model.fused {config.model.fused}, which keeps fewer")
     trained = "" if config.model.lora is None else f", {work.trained:,} of them trained"
     print(f"weights   {work.weights:,}{trained}")

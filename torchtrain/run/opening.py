@@ -67,12 +67,15 @@ class Opening:
         return setup
 
     def open_existing(
-        self, set_up: Callable[[Callable[[dict[str, Any]], None]], Setup], step: int | None, locks: ExitStack
+        self,
+        set_up: Callable[[Callable[[dict[str, Any]], None], str | None], Setup],
+        step: int | None,
+        locks: ExitStack,
     ) -> tuple[Setup, Manifest | None] | None:
         """Set up a run that resumes, and remove what it left after the checkpoint from which it resumes.
 
         Args:
-            set_up: makes model and rows; takes the check of what they are made of.
+            set_up: makes model and rows; takes the check of what they are made of, and the engine that `auto` chose.
             step: of the checkpoint; 0 begins anew; None is the last.
             locks: hold the folder for as long as they last.
 
@@ -95,7 +98,8 @@ class Opening:
             self.log(f"{self.folder.path}: is finished; its model is in {self.folder.model}")
             return None
         checkpoint = self._choose_checkpoint(step)
-        setup = set_up(partial(check_identity, record["identity"] if checkpoint is None else checkpoint.identity))
+        check = partial(check_identity, record["identity"] if checkpoint is None else checkpoint.identity)
+        setup = set_up(check, record.get("engine") if self.config.model.attention == "auto" else None)
         self._return_to(checkpoint, setup)
         return setup, checkpoint
 

@@ -32,6 +32,7 @@ from torchtrain.distributed.signals import SIGNALS
 from torchtrain.distributed.world import World, join
 from torchtrain.errors import Terminated
 from torchtrain.marks import IGNORED, PADDING
+from torchtrain.modeling.compilation import is_compiled
 from torchtrain.planning.flops import FlopCounter
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.opening import Opening
@@ -44,6 +45,8 @@ from torchtrain.run.verify import describe_training
 from torchtrain.training.determinism import deterministic
 from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.strategy import make_strategy
+
+_COMPILING = 60  # seconds that torch.compile takes in the first step
 
 if TYPE_CHECKING:
     from torchtrain.evaluation.on_the_way import TrainingEvaluation
@@ -172,13 +175,15 @@ class Trainer:
             if new and self.evaluation is not None:
                 self.evaluation.check_new()
 
-    def set_up(self, check: Callable[[dict[str, Any]], None] = lambda identity: None) -> Setup:
+    def set_up(
+        self, check: Callable[[dict[str, Any]], None] = lambda identity: None, kept_engine: str | None = None
+    ) -> Setup:
         """Make model and rows; see `torchtrain.run.setup.set_up`."""
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(self.config.run.seed)
         with self.world.together(), self.console.status("preparing") as spinner:
             report_progress = make_progress_printer(self.console, spinner, self.log)
-            setup = set_up(self.config, self.log, report_progress, self.world, check)
+            setup = set_up(self.config, self.log, report_progress, self.world, check, kept_engine)
             if self.evaluation is not None:  # before a folder is made, or an old run is renamed
                 self.evaluation.check_fits(setup.model, setup.tokenizer, self.log)
             if self.config.model.lora is not None and self.config.model.lora.dropout:
@@ -306,7 +311,7 @@ class Trainer:
         per_row = [again * counter.flops(*_sizes(setup.rows.row_at(n))) for n in first_rows]
         held_out = sum(counter.flops(*_sizes(row)) for row in setup.held_out) / 3  # forward alone
         step = sum(per_row) / len(per_row) * train.sequences_per_step / held_out * seconds
-        whole = train.steps * step + seconds
+        whole = train.steps * step + seconds + (_COMPILING if is_compiled(setup.model) else 0)
         self.log(
             f"estimate  {timedelta(seconds=round(whole))} from here, by the speed of the held-out rows: "
             f"{train.steps:,} steps of {step:,.0f} s, then {seconds:,.0f} s for held-out documents again"

@@ -16,6 +16,7 @@ from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config
 from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed
+from torchtrain.modeling.compilation import is_compiled
 from torchtrain.modeling.parts import head_of
 from torchtrain.products import multiplies_in_float32
 from torchtrain.run.export import export_step
@@ -286,5 +287,6 @@ def read_layout(config: Config, setup: Setup, world: World) -> ProcessLayout:
         device=setup.record["device"],
         attention=setup.engine,
         deterministic=train.deterministic and world.device.type == "cuda",
+        fused=is_compiled(setup.model),
         float32_products=multiplies_in_float32(setup.model.dtype, world.device),
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ import torch
 from anchorline.background import in_background
 from anchorline.errors import UserError
 from anchorline.files import read_json
-from torchtrain.attention import resolve_engine
+from torchtrain.attention import make_plan, resolve_engine
+from torchtrain.attention.engines import measure
 from torchtrain.attention.engines.dense import check_tokens
-from torchtrain.attention.masks import caps_scores
+from torchtrain.attention.masks import caps_scores, layer_windows
 from torchtrain.config import Config, ModelConfig, PackConfig, Recomputation
 from torchtrain.data import (
     PackedRows,
@@ -40,8 +41,8 @@ from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.threads import share_cores
 from torchtrain.distributed.world import ALONE, World, read_ranks
 from torchtrain.marks import IGNORED
-from torchtrain.modeling.compilation import check_compiler
-from torchtrain.modeling.load import check_same_files, digest_weights, load_for_training
+from torchtrain.modeling.compilation import check_compiler, has_layers
+from torchtrain.modeling.load import check_same_files, digest_weights, load_for_training, without_weights
 from torchtrain.modeling.parts import check_config, whole_shape
 from torchtrain.modeling.recompute import can_keep, check_can_keep
 from torchtrain.modeling.rope import check_resets, extend, warn_of_stretch
@@ -83,6 +84,7 @@ def set_up(
     on_progress: Callable[[PreparationProgress], None] | None = None,
     world: World = ALONE,
     check: Callable[[dict[str, Any]], None] = lambda identity: None,
+    kept_engine: str | None = None,
 ) -> Setup:
     """Make and check everything. Writes only into `data.cache`, where ranks wait for the one that comes first.
 
@@ -93,6 +95,7 @@ def set_up(
         world: this rank's place; its device is where the model goes.
         check: called with the identity of model, tokenizer and data before anything is tokenised or loaded, again with
             the identity of the tokens, and again with that of the weights.
+        kept_engine: what `model.attention: auto` chose when the run that resumes began.
 
     Raises:
         UserError: anything that does not fit; see the functions that are called here.
@@ -124,8 +127,7 @@ def set_up(
 
     identity = _identity_of(config, model_config, tokenizer)
     check(identity)
-    if config.model.fused == "compile":
-        check_compiler(device)
+    fused, not_fused = choose_fused(config, source, model_config, world)
     store = prepare(config.data, tokenizer, on_progress)
     # Once on each machine, while the model is loaded: checks every byte of the tokens.
     verified = in_background(store.verify, "verify-tokens") if read_ranks()[2] == 0 else lambda: None
@@ -136,7 +138,9 @@ def set_up(
     check_store(store, model_config.vocab_size)
     rows, held_out = pack_rows(config, store, tokenizer, split)
 
+    engine, measured = choose_engine(config, engine, kept_engine, own_config, rows, world)
     settings, recomputation = choose_recomputation(config, model_config, engine, world)
+    settings = settings.model_copy(update={"fused": fused})
     log(f"loading {config.model.source}")
     # ZeRO 3 cuts the model up while it is read, because no process has room for the whole of it.
     cutter = Cutter(config, world) if config.distributed.zero_stage == 3 else None
@@ -163,9 +167,13 @@ def set_up(
         log(f"processes {world.size}: {describe_layout(config, world)}")
     if recomputation:
         log(f"layers    {recomputation}")
-    if config.model.fused == "compile":
+    if fused == "compile":
         log("fused     by torch.compile, which makes the first step about a minute longer; attention is not fused")
+    elif not_fused:
+        log(f"fused     {not_fused}")
     log(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
+    if measured:
+        log(f"attention {measured}")
     log(f"variant   {describe_variant(config.pack)}")
     log(f"rope      {describe_rope(model_config, own_config)}")
     if warning := warn_of_stretch(own_positions, length):
@@ -195,7 +203,9 @@ def set_up(
     record = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "engine": engine,
+        "engine_measured": measured,
         "activation_checkpointing": settings.activation_checkpointing,
+        "fused": fused,
         "processes": world.size,
         "identity": identity,
         "model_origin": _origin(source),
@@ -252,6 +262,91 @@ def choose_recomputation(
     room = f"{free / _GIB:.1f} GiB are free" if free else "the free memory is not known"
     words += f": keeping them takes {bytes_with(False) / _GIB:.1f} GiB, {room}"
     return config.model.model_copy(update={"activation_checkpointing": chosen}), words
+
+
+def choose_fused(
+    config: Config, source: str, model_config: "PretrainedConfig", world: World
+) -> tuple[Literal["compile", "none"], str]:
+    """Return whether the layers run compiled, `compile` or `none`, and why `auto` leaves them as they are.
+
+    All ranks must call it, and choose alike.
+
+    Args:
+        config: the run's.
+        source: what `resolve_source` returned.
+        model_config: what `torchtrain.modeling.rope.extend` returned.
+        world: this rank's place.
+
+    Raises:
+        UserError: `model.fused` is `compile`, and torch cannot compile here.
+    """
+    if config.model.fused == "compile":
+        check_compiler(world.device)
+    if config.model.fused != "auto" or world.device.type != "cuda":
+        return "compile" if config.model.fused == "compile" else "none", ""
+    why = config.not_compiled.partition(",")[0]
+    if not why and not has_layers(without_weights(source, model_config, config.model.trust_remote_code)):
+        why = f"{model_config.model_type}, which has no decoder layers that can be compiled one by one"
+    if not why:
+        try:
+            check_compiler(world.device)
+        except UserError as error:
+            why = str(error).removeprefix("model.fused compile: ")
+    (able,) = world.sum([float(not why)])
+    if able == world.size:
+        return "compile", ""
+    return "none", f"not compiled: {why or 'another process cannot compile'}"
+
+
+def choose_engine(
+    config: Config,
+    engine: str,
+    kept: str | None,
+    model_config: "PretrainedConfig",
+    rows: PackedRows,
+    world: World,
+) -> tuple[str, str]:
+    """Return the engine of the run, and what was measured, in words. All ranks must call it; rank 0 decides.
+
+    On a GPU the numbers of the engine are checked. `auto` measures the engines there, unless layers have windows or a
+    soft cap, which not every engine computes.
+
+    Args:
+        config: the run's.
+        engine: what `resolve_engine` returned.
+        kept: what `auto` chose when the run that resumes began; it stays, because another moves the last digits.
+        model_config: of the model.
+        rows: of the run; the second is the one that counts.
+        world: this rank's place.
+
+    Raises:
+        UserError: the engine's numbers are wrong here, or none can be chosen.
+    """
+    if world.device.type != "cuda":
+        return engine, ""
+    text = model_config.get_text_config(decoder=True)
+    plain = set(layer_windows(model_config)) == {None} and not caps_scores(model_config)
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if not plain or getattr(text, "kv_lora_rank", None):  # nor heads whose keys are wider than their values
+        return engine, ""
+    shared = config.distributed.sequence_parallel if config.distributed.share == "heads" else 1
+    keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    queries, keys = (max(1, count // shared) for count in (text.num_attention_heads, keys))
+    heads = measure.Heads(queries, keys, width, getattr(torch, config.model.dtype), world.device)
+    chosen, words = engine, ""
+    with world.together():
+        if world.rank == 0:
+            if config.model.attention == "auto" and kept is None:
+                plans = [make_plan(torch.from_numpy(rows.row_at(i)["document_ids"])[None]) for i in range(2)]
+                found = measure.measure_engines(measure.CANDIDATES, plans, heads)
+                if not (times := {name: x for name, x in found.items() if isinstance(x, float)}):
+                    raise UserError(f"model.attention auto: no engine can run: {'; '.join(map(str, found.values()))}")
+                chosen = min(times, key=lambda name: times[name])
+                words = measure.describe(found, chosen)
+            else:
+                chosen = engine if kept is None else kept
+                measure.check_engine(chosen, heads)
+    return world.from_first((chosen, words))
 
 
 def pack_rows(

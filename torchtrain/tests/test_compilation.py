@@ -7,17 +7,21 @@ import sys
 import pytest
 import torch
 from torch._dynamo import config as dynamo
+from transformers import LlamaConfig, XLNetConfig
 from typer.testing import CliRunner
 
 from anchorline.errors import UserError
 from torchtrain import products
 from torchtrain.cli import app
 from torchtrain.config import load_config
+from torchtrain.distributed.world import World
 from torchtrain.modeling import compilation
+from torchtrain.run import setup
 from torchtrain.tests.forks import ROOT
 from torchtrain.tests.runs import content
 
 COMPILE = "model.fused=compile"
+ON_CUDA = World(device=torch.device("cuda"))
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
@@ -49,7 +53,7 @@ def test_a_run_and_one_that_goes_on_learn_what_they_would_without_where_graphs_c
     same = ("train.micro_batch=2", "save.every=1")
     train(str(folder / "plain"), *same)
     train(str(folder / "fused"), *same, COMPILE, f"model.activation_checkpointing={recomputed}")
-    assert len(graphs) == 4
+    assert len(graphs) == 2  # before attention and after it
     left = content(folder / "fused")
     kept = [f"{name}/model/model.safetensors" for name in ("fused", "plain")]
     mine, theirs = ((folder / file).read_bytes() for file in kept)
@@ -61,7 +65,7 @@ def test_a_run_and_one_that_goes_on_learn_what_they_would_without_where_graphs_c
     assert "model.fused: 'compile' in the run, 'none' now" in done.stderr
     done = CliRunner().invoke(app, again)
     assert done.exit_code == 0, done.output
-    assert len(graphs) == 8
+    assert len(graphs) == 4
     assert content(folder / "fused") == left
 
 
@@ -105,10 +109,58 @@ def test_a_compiler_is_tried_before_anything_is_prepared(monkeypatch, fresh):
     [
         ("model.layer_chunk=8", "model.layer_chunk, which splits a layer; set that to null"),
         ("model.activation_checkpointing=offload", "model.activation_checkpointing offload, .* to true"),
+        ("model.lora={}", "model.lora, which adds modules to a layer; set that to null"),
     ],
 )
 def test_layers_that_are_not_whole_are_refused(tree, write_config, other, said):
     path = write_config(tree)
-    assert load_config(path, [other]).model.fused == "none"
+    config = load_config(path, [other])
+    chosen, why = setup.choose_fused(config, "unused", LlamaConfig(), ON_CUDA)
+    assert chosen == "none"
+    assert why == f"not compiled: {said.partition(',')[0]}"
     with pytest.raises(UserError, match=f"model.fused compile: does not go with {said}, or model.fused to none"):
         load_config(path, [COMPILE, other])
+
+
+@pytest.fixture
+def choose(tree, write_config, monkeypatch):
+    """Return a function from what compiling a small function raises, a model's config and a device to a choice."""
+    path = write_config(tree)
+
+    def chosen(error=None, own=None, world=ON_CUDA, *overrides):
+        def check(device):
+            if error:
+                raise UserError(f"model.fused compile: {error}")
+
+        monkeypatch.setattr(setup, "check_compiler", check)
+        own = own or LlamaConfig(
+            num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8, num_attention_heads=1
+        )
+        return setup.choose_fused(load_config(path, overrides), "unused", own, world)
+
+    return chosen
+
+
+def test_auto_compiles_on_a_gpu_where_nothing_refuses_it_and_says_what_does(choose):
+    no_layers = XLNetConfig(n_layer=1, d_model=8, n_head=1, d_inner=8, vocab_size=8)
+    assert choose() == ("compile", "")
+    assert choose(world=World()) == ("none", "")
+    assert choose("no Triton; install it") == ("none", "not compiled: no Triton; install it")
+    assert choose(None, no_layers) == (
+        "none",
+        "not compiled: xlnet, which has no decoder layers that can be compiled one by one",
+    )
+    assert choose("no Triton", None, ON_CUDA, "model.fused=none") == ("none", "")
+    with pytest.raises(UserError, match="no Triton"):
+        choose("no Triton", None, World(), COMPILE)
+
+
+class Two(World):
+    """Two ranks, of which the other cannot compile."""
+
+    def sum(self, values):
+        return [*values]
+
+
+def test_ranks_choose_alike(choose):
+    assert choose(world=Two(size=2, device=ON_CUDA.device)) == ("none", "not compiled: another process cannot compile")

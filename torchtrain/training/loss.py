@@ -182,12 +182,13 @@ def _add_gradients(
     for weight, total in zip(weights, sums, strict=True):
         if weight.dim() == 1:  # the bias
             total += d_logits_nV.sum(0, dtype=total.dtype)
-        elif total.device.type != "cpu":
-            dtype = {} if total.dtype == d_logits_nV.dtype else {"out_dtype": total.dtype}
-            torch.addmm(total, d_logits_nV.T, hidden_nM, **dtype, out=total)
-        else:  # in parts: the weights' whole gradient would exist beside its sum
+        elif total.device.type == "cpu":  # in parts: the weights' whole gradient would exist beside its sum
             for rows, d_nv in zip(total.split(_ROWS), d_wide_nV.split(_ROWS, 1), strict=True):
                 rows += multiply(d_nv.T, hidden_nM)
+        elif total.dtype == d_logits_nV.dtype:
+            total.addmm_(d_logits_nV.T, hidden_nM)
+        else:
+            torch.addmm(total, d_logits_nV.T, hidden_nM, out_dtype=total.dtype, out=total)
     return losses_n
 
 

@@ -32,7 +32,7 @@ from torchtrain.distributed.zero import (
     skip_update,
 )
 from torchtrain.modeling.chunks import parameters_outside
-from torchtrain.modeling.compilation import layers_of
+from torchtrain.modeling.compilation import is_compiled, layers_of
 from torchtrain.modeling.parts import LogitRule, head_of, hidden_states
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
@@ -187,7 +187,7 @@ class Zero(Strategy):
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.cut = config.distributed.zero_stage == 3
         with_loss = _WithLoss(model)
-        compiled = layers_of(model) if self.cut and config.model.fused == "compile" else []
+        compiled = layers_of(model) if self.cut and is_compiled(model) else []
         # DeepSpeed's optimizer for bfloat16 prints its use of memory.
         with redirect_stdout(StringIO()), gather_layers_whole(compiled):
             self.deepspeed, *_ = deepspeed.initialize(

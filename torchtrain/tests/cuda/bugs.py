@@ -195,7 +195,7 @@ BUGS: dict[str, Bug] = {
     ),
     "plan_in_every_layer": Bug(
         "the plan made anew in every layer",
-        "copy to the host",
+        "attention/plan.py",
         lambda: _around(hf, "attend", lambda real: lambda q, k, v, p, **rest: real(q, k, v, p.document_ids_BT, **rest)),
     ),
     "read_before_it_arrives": Bug(

@@ -60,7 +60,10 @@ def test_a_step_waits_for_the_device_only_where_it_says_so(killed):
 @pytest.fixture(scope="module")
 def place(forks, model_folder, corpus, tmp_path_factory):
     """Runs of bfloat16 by `flash`, with the same bits again."""
-    changes = {"model": {"attention": "flash", "activation_checkpointing": True}, "train": {"deterministic": True}}
+    changes = {
+        "model": {"attention": "flash", "activation_checkpointing": True, "fused": "none"},
+        "train": {"deterministic": True},
+    }
     return make_place(tmp_path_factory.mktemp("cuda"), forks, model_folder(), corpus, **changes)
 
 
@@ -96,6 +99,22 @@ def test_a_run_that_is_killed_resumes_with_the_same_bits(place, straight):
     assert place.train("killed", at="gradient", nth=5) == -signal.SIGKILL
     assert place.resume("killed") == 0, place.log("killed")
     assert_same(place.folder / "killed", straight)
+
+
+def test_auto_measures_and_a_run_that_resumes_keeps_what_it_chose(place):
+    auto = ["model.attention=auto", "model.fused=auto"]
+    assert place.train("auto", *auto, at="gradient", nth=5) == -signal.SIGKILL
+    assert "for a row of new lengths, forward and backward, so " in place.log("auto")
+    assert "fused     not compiled: torch cannot compile for cuda here" in place.log("auto")
+    path = place.folder / "auto" / "run.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert f"so {record['engine']}" in record["engine_measured"]
+    other = {"flash": "sdpa", "sdpa": "flash"}[record["engine"]]
+    path.write_text(json.dumps(record | {"engine": other}), encoding="utf-8")
+    assert place.resume("auto") == 0, place.log("auto")
+    after = place.log("auto").rpartition("resume ")[2]
+    assert f"attention {other} · " in after
+    assert "for a row of new lengths" not in after
 
 
 @pytest.mark.parametrize(
