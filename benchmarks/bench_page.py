@@ -32,6 +32,9 @@ def write(page: Path, sources: list[Path]) -> None:
 
 
 def _section(result: dict[str, Any], source: Path, folder: Path) -> str:
+    if result["what"] == "launches":
+        where = f"`{result['command']}`, torch {result['torch']} (`benchmarks/results/{source.name}`)."
+        return f"{where}\n\n{_launches(result)}\n"
     made = result["environment"]
     where = f"{made['date']}, {made['device']}, `{made['command']}` (`benchmarks/results/{source.name}`)."
     parts = [where, _TABLES[result["what"]](result)]
@@ -86,6 +89,18 @@ def _step(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     return format_table(("", "time / transformers, full", "tokens/s", "MFU", "error of the losses"), rows)
+
+
+def _launches(result: dict[str, Any]) -> str:
+    loops = [name for name, own in result.items() if isinstance(own, dict)]
+    lengths = list(result["transformers"])
+    rows = [(name.replace("_", ", "), *(_over(result, name, tokens) for tokens in lengths)) for name in loops]
+    return format_table(("launches, over transformers', and GB", *(f"{int(tokens):,}" for tokens in lengths)), rows)
+
+
+def _over(result: dict[str, Any], loop: str, tokens: str) -> str:
+    own, its = result[loop][tokens], result["transformers"][tokens]
+    return f"{own['launches']:,} ({own['launches'] / its['launches']:.2f}), {own['gigabytes']:.0f}"
 
 
 _TABLES = {"attention": _attention, "step": _step}

@@ -4,6 +4,7 @@ measured.
     python benchmarks/gpu_summary.py benchmarks/results/gpu
 """
 
+import json
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ LIBRARIES = ("torch", "transformers", "deepspeed", "flash-attn", "flash-attn-4",
 
 def main(folder: Path) -> None:
     """Print the summary of a folder."""
-    for line in (*_machine(), *_tests(folder), *_bench(folder), *_missing(folder)):
+    for line in (*_machine(), *_tests(folder), *_measured(folder), *_missing(folder)):
         print(line)
 
 
@@ -47,11 +48,17 @@ def _tests(folder: Path) -> Iterator[str]:
             yield f"| {_cell(name)} | {kind} | {float(case.get('time', 0)):.1f} | {_cell(notes)} |"
 
 
-def _bench(folder: Path) -> Iterator[str]:
-    for what in ("attention", "step"):
-        path = folder / f"{what}.md"
-        if path.exists():
-            yield from ("", f"## torchtrain bench {what}", "", *path.read_text(encoding="utf-8").splitlines())
+def _measured(folder: Path) -> Iterator[str]:
+    for what in ("layers", "attention"):
+        path = folder / f"{what}.json"
+        if not path.exists():
+            continue
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        yield from ("", f"## {what}", "", f"| {' | '.join(names)} |", "| --- " * len(names) + "|")
+        for row in rows:
+            cells = (row.get(name, "") for name in names)
+            yield f"| {' | '.join(f'{x:.4g}' if isinstance(x, float) else _cell(str(x)) for x in cells)} |"
 
 
 def _missing(folder: Path) -> Iterator[str]:

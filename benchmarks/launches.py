@@ -15,29 +15,24 @@ that an operation reads and writes, each once. Of a table that is looked up, onl
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchtrain.attention.hf import implementation_name, register
-from torchtrain.config import ModelConfig, PackConfig, TrainConfig
+from benchmarks.loops import make_ours, make_plain
+from torchtrain.attention.hf import register
+from torchtrain.config import ModelConfig, PackConfig
 from torchtrain.data import collate
-from torchtrain.distributed.world import World
-from torchtrain.modeling.load import set_up_layers
-from torchtrain.modeling.recompute import hand_layers_over
 from torchtrain.tests.shapes_only.device import DEVICE, ShapesOnly
 from torchtrain.tests.shapes_only.step import draw_row
-from torchtrain.training.step import make_micro_batches, take_step
-from torchtrain.training.strategy import Replicated
 
 COMMAND = "python -m benchmarks.launches"
 OUT = Path(__file__).parent / "results" / "launches.json"
@@ -61,7 +56,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count it."""
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return True  # transformers asks whether a row is one document, and makes a mask unless it is
         made = func(*args, **(kwargs or {}))
         name = func.name()
@@ -96,44 +91,6 @@ def _launches_of(func: Any, args: Any) -> int:
     return launches + 2 if name == "aten::_foreach_norm" else launches  # it clears its sums, and adds them up
 
 
-def make_ours(model: LlamaForCausalLM, variant: str, rows: list[dict[str, Tensor]]) -> Callable[[], object]:
-    """Return a step of `torchtrain train` with the engine `flash`."""
-    model.set_attn_implementation(implementation_name("flash"))
-    settings = ModelConfig(source="smollm2", activation_checkpointing=True, fused="none")
-    set_up_layers(model, settings)
-    train, world = TrainConfig(sequences_per_step=1, learning_rate=1e-5, steps=99), World(device=DEVICE)
-    strategy = Replicated(model, train, world)
-    batches = make_micro_batches(rows, ["text"], world)
-    return lambda: take_step(strategy, batches, ["text"], 0, train, lambda loss: None)
-
-
-def make_plain(model: LlamaForCausalLM, masters: bool, rows: list[dict[str, Tensor]]) -> Callable[[], object]:
-    """Return a step of a plain loop over transformers' model with SDPA."""
-    model.set_attn_implementation("sdpa")
-    hand_layers_over(model)
-    weights: list[Tensor] = list(model.parameters())
-    own = [x.detach().float() for x in weights] if masters else weights
-    optimizer = torch.optim.AdamW(own, lr=1e-5, fused=True)
-
-    def step() -> float:
-        (row,) = rows
-        labels = F.pad(row["shift_labels"][:, :-1], (1, 0), value=-100)  # transformers shifts them itself
-        loss = model(input_ids=row["input_ids"].to(DEVICE), labels=labels.to(DEVICE), use_cache=False).loss
-        assert loss is not None
-        loss.backward()
-        if masters:
-            for master, weight in zip(own, weights, strict=True):
-                master.grad, weight.grad = weight.grad.float(), None
-        nn.utils.clip_grad_norm_(own, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if masters:
-            torch._foreach_copy_([weight.data for weight in weights], own)
-        return loss.item()
-
-    return step
-
-
 def _attend_once(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Tensor:
     """SDPA as one kernel, as CUDA runs it; of shapes torch would take it apart."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
@@ -156,11 +113,14 @@ def count(loop: str, tokens: int, layers: int = 30) -> dict[str, Any]:
                 model = LlamaForCausalLM(config).train()
             finally:
                 torch.set_default_dtype(torch.float32)
-        ours = loop.startswith("ours")
-        step = make_ours(model, variant, rows) if ours else make_plain(model, loop.endswith("masters"), rows)
+        if loop.startswith("ours"):
+            settings = ModelConfig(source="smollm2", activation_checkpointing=True, fused="none")
+            take = make_ours(model, "flash", settings, DEVICE)
+        else:
+            take = make_plain(model, loop.endswith("masters"), DEVICE)
         for _ in range(2):
             with Launches() as launches:
-                step()
+                take(rows[0])
     return {
         "launches": sum(launches.by_name.values()),
         "gigabytes": round(launches.bytes / 1e9, 2),
@@ -172,7 +132,9 @@ def main() -> None:
     """Count each loop at each length, and write the results."""
     register()
     found = {loop: {str(tokens): count(loop, tokens) for tokens in LENGTHS} for loop in LOOPS}
-    OUT.write_text(json.dumps({"command": COMMAND, "torch": torch.__version__, **found}, indent=2) + "\n")
+    OUT.write_text(
+        json.dumps({"what": "launches", "command": COMMAND, "torch": torch.__version__, **found}, indent=2) + "\n"
+    )
     for loop, lengths in found.items():
         for tokens, at in lengths.items():
             of = at["launches"] / found["transformers"][tokens]["launches"]

@@ -58,8 +58,9 @@ class ModelConfig(Section):
     )
     attention: Literal["auto", Engine] = Field(
         default="auto",
-        description="attention engine; auto prints its choice, and never chooses flash3 (Hopper) or flash4 (Hopper, "
-        "Blackwell)",
+        description="attention engine; on a GPU auto measures flash and sdpa on two of the run's rows, prints its "
+        "choice and keeps it on resume; on a CPU it is sdpa; it never chooses flash3 (Hopper) or "
+        "flash4 (Hopper, Blackwell)",
     )
     activation_checkpointing: Literal["auto", "keep_attention", "offload"] | bool = Field(
         default=False,
