@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from anchorline.errors import one_line
-from benchmarks.loops import Row, make_ours, make_plain
+from benchmarks.launches import Row, make_ours, make_plain
 from torchtrain.attention import make_plan
 from torchtrain.attention.engines.measure import CANDIDATES, Heads, check_engine, measure_engines
 from torchtrain.config import ModelConfig, PackConfig

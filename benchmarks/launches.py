@@ -15,24 +15,29 @@ that an operation reads and writes, each once. Of a table that is looked up, onl
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.loops import make_ours, make_plain
-from torchtrain.attention.hf import register
-from torchtrain.config import ModelConfig, PackConfig
+from torchtrain.attention.hf import implementation_name, register
+from torchtrain.config import ModelConfig, PackConfig, TrainConfig
 from torchtrain.data import collate
+from torchtrain.distributed.world import World
+from torchtrain.modeling.load import set_up_layers
+from torchtrain.modeling.recompute import hand_layers_over
 from torchtrain.tests.shapes_only.device import DEVICE, ShapesOnly
 from torchtrain.tests.shapes_only.step import draw_row
+from torchtrain.training.step import make_micro_batches, take_step
+from torchtrain.training.strategy import Replicated
 
 COMMAND = "python -m benchmarks.launches"
 OUT = Path(__file__).parent / "results" / "launches.json"
@@ -44,6 +49,10 @@ CHUNK, BLOCKS = 65_536, 320  # elements a block of a multi-tensor kernel takes, 
 TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # of a launch, by how many lists there are
 LOOKED_UP = {"aten::embedding", "aten::index_select", "aten::index.Tensor", "aten::gather"}
 WITHOUT_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "_reshape_alias"}
+
+
+Row = dict[str, Tensor]  # the five arrays [1, T], on the host
+_RATE = 1e-5
 
 
 class Launches(TorchDispatchMode):
@@ -89,6 +98,58 @@ def _launches_of(func: Any, args: Any) -> int:
                 launches, tensors, blocks = launches + 1, 1 if left else 0, 0
     launches += blocks > 0
     return launches + 2 if name == "aten::_foreach_norm" else launches  # it clears its sums, and adds them up
+
+
+def make_ours(
+    model: LlamaForCausalLM, engine: str, settings: ModelConfig, device: torch.device
+) -> Callable[[Row], object]:
+    """Return a step of `torchtrain train` on a row. What a run makes ahead of a step is made once for a row."""
+    register()
+    model.set_attn_implementation(implementation_name(engine))
+    set_up_layers(model, settings)
+    train, world = TrainConfig(sequences_per_step=1, learning_rate=_RATE, steps=2**20), World(device=device)
+    strategy, ready = Replicated(model, train, world), {}
+
+    def take(row: Row) -> object:
+        if id(row) not in ready:
+            ready[id(row)] = make_micro_batches([row], ["text"], world, engine)
+        return take_step(strategy, ready[id(row)], ["text"], 0, train, lambda loss: None)
+
+    return take
+
+
+def make_plain(
+    model: LlamaForCausalLM, masters: bool, device: torch.device, recomputed: bool = True
+) -> Callable[[Row], object]:
+    """Return a step of a plain loop with SDPA and fused AdamW, on float32 masters if that is asked for.
+
+    Documents see each other. The row is copied to the device once.
+    """
+    model.set_attn_implementation("sdpa")
+    if recomputed:
+        hand_layers_over(model)
+    weights: list[Tensor] = list(model.parameters())
+    own = [x.detach().float() for x in weights] if masters else weights
+    optimizer, ready = torch.optim.AdamW(own, lr=_RATE, fused=True), {}
+
+    def take(row: Row) -> object:
+        if id(row) not in ready:
+            labels = F.pad(row["shift_labels"][:, :-1], (1, 0), value=-100)  # transformers shifts them itself
+            ready[id(row)] = row["input_ids"].to(device), labels.to(device)
+        tokens, labels = ready[id(row)]
+        loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+        loss.backward()
+        if masters:
+            for master, weight in zip(own, weights, strict=True):
+                master.grad, weight.grad = weight.grad.float(), None  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_(own, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if masters:
+            torch._foreach_copy_([weight.data for weight in weights], own)
+        return loss.item()
+
+    return take
 
 
 def _attend_once(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Tensor:
