@@ -69,7 +69,7 @@ class Manifest(_Strict):
     identity: dict[str, Any]
     versions: dict[str, str]
     parameters: dict[str, list[int]]  # shapes
-    files: Annotated[dict[_FileName, FileEntry], Field(min_length=1)]
+    files: dict[_FileName, FileEntry]  # empty until they are written
 
     def dump(self) -> bytes:
         """Return it as JSON that ends with a digest of itself."""
@@ -89,7 +89,10 @@ class Manifest(_Strict):
             digest = content.pop("sha256", None)
             if digest != _digest(content):
                 raise DamageError(f"{path}: is not as it was written (its SHA-256 differs)")
-            return cls.model_validate_json(json.dumps(content))
+            manifest = cls.model_validate_json(json.dumps(content))
+            if not manifest.files:
+                raise DamageError(f"{path}: files: is empty")
+            return manifest
         except OSError as error:
             raise DamageError(f"{path}: {str(error.strerror).lower()}") from None
         except ValidationError as error:
