@@ -321,7 +321,7 @@ def test_bad_input_is_one_line(call, model, tmp_path):
     for path in model.iterdir():
         if not path.name.startswith(("tokenizer", "special")):
             (bare / path.name).write_bytes(path.read_bytes())
-    assert "bare': holds no tokenizer" in _line(call(bare, "--out", tmp_path / "o"))
+    assert "bare': the folder holds no tokenizer" in _line(call(bare, "--out", tmp_path / "o"))
     assert not (tmp_path / "o").exists()
     (tmp_path / "file").write_text("")
     unwritable = call(model, "--out", tmp_path / "file" / "o")
