@@ -141,6 +141,7 @@ def test_the_gpus_allocator_may_grow_its_segments_unless_the_user_configures_it(
 # In the second attempt rank 0 connects seconds before rank 1 does, and must not find the first attempt's address.
 RESTARTED = """
 import os, sys, time
+from pathlib import Path
 from torchtrain.config import load_config
 from torchtrain.distributed.world import join
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -151,7 +152,7 @@ with join(load_config(sys.argv[1]).distributed, for_threads=True) as world:
     if first and world.rank == 1:
         os._exit(1)
     world.sum([1])
-    print(f"rank {world.rank}: {told}", flush=True)
+    Path(f"{sys.argv[2]}-{world.rank}").write_text(f"{told}")
 """
 
 
@@ -159,10 +160,11 @@ def test_processes_connect_again_when_torchrun_restarts_them(tree, write_config,
     (tmp_path / "restarted.py").write_text(RESTARTED)
     torchrun = [*(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1")]
     torchrun += [f"--master_port={free_port()}", str(tmp_path / "restarted.py"), str(write_config(tree))]
+    torchrun += [str(tmp_path / "told")]
     clean = {name: value for name, value in os.environ.items() if name not in PLACE}
     ended = subprocess.run(torchrun, env=clean, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.split("\n")) == ["", "rank 0: ([0, 1], [0, 1])", "rank 1: ([0, 1], [0, 1])"]
+    assert [(tmp_path / f"told-{rank}").read_text() for rank in range(2)] == ["([0, 1], [0, 1])"] * 2
 
 
 # The store's machine lost power: no connection breaks, and a request waits forever.
