@@ -18,7 +18,8 @@ from benchmarks.experiment import facts, offsets
 from benchmarks.experiment.spec import FactsConfig, StageConfig, Task, TrainingExperiment
 from benchmarks.experiment.words import BOS, FIRST_FILLER, chain_of, vocabulary
 from torchtrain.config import Config
-from torchtrain.data.packing import HELD_OUT, PackPlan, random_stream
+from torchtrain.data.packing import PackPlan
+from torchtrain.data.streams import HELD_OUT, random_stream
 
 _DOCUMENTS, _ROWS = 1, 2  # what a random stream is for
 

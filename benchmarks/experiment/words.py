@@ -3,7 +3,7 @@
 import numpy as np
 
 from benchmarks.experiment.spec import FactsConfig, Task
-from torchtrain.data.packing import random_stream
+from torchtrain.data.streams import random_stream
 
 SPECIAL = BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
 TAG = "source"  # what opens a document under +tag

@@ -1,7 +1,7 @@
 """The small corpus of a whole run, and the rows that a run must take of it, counted out one token after another.
 
 A word is a token, so both sides know the tokens of a text. Both draw from the same random streams
-(`torchtrain.data.packing.random_stream` says which key each has). Nothing else of the plan is shared.
+(`torchtrain.data.streams.random_stream` says which key each has). Nothing else of the plan is shared.
 
 Legend: T tokens of a row.
 """

@@ -23,8 +23,8 @@ from benchmarks.experiment.running import Results, write_beginning
 from benchmarks.experiment.spec import FactsConfig, Run, TrainingExperiment, load_experiment
 from benchmarks.experiment.words import vocabulary
 from torchtrain.data.dataset import PackedRows, split_documents
-from torchtrain.data.packing import random_stream
 from torchtrain.data.store import Documents
+from torchtrain.data.streams import random_stream
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "experiments").glob("*.yaml"))

@@ -48,17 +48,14 @@ def stats(
         list[int] | None,
         typer.Option("--sequence-length", min=2, max=2**24, help="tokens a row; may be given more than once"),
     ] = None,
-    model: Annotated[
-        str, typer.Option("--model", help="model whose FLOPs a step is counted with: a folder or hub id")
-    ] = "meta-llama/Llama-2-7b-hf",
 ) -> None:
     """Describe a token store: domains, lengths, the mixture's changes, and the share of attention that packing leaves.
 
-    Writes statistics.json and statistics.html.
+    Writes statistics.json, which holds more than the table.
 
     Example: torchtrain stats data/slimpajama-128k --sequence-length 131072
     """
     with report_once():
-        from torchtrain.commands.statistics import show, write_statistics
+        from torchtrain.commands.statistics import print_statistics
 
-        show(write_statistics(folder, out or folder, lengths or (), model))
+        print_statistics(folder, out or folder, lengths or ())

@@ -139,14 +139,9 @@ class DataConfig(Section):
         description="largest share of bad records (unparsable, or without text); a source with more is refused",
     )
     held_out_share: Share = Field(default=0.05, description="share of each domain's documents kept for evaluation")
-    near_duplicates: bool = Field(
-        default=False,
-        description="also find near duplicates, by MinHash, and keep them on one side of the held-out split",
-    )
     remove_duplicates: bool = Field(
         default=False,
-        description="drop a document with the text of an earlier one (with near_duplicates, nearly the text); false: "
-        "keep both on one side of the held-out split",
+        description="drop a document with the text of an earlier one; false: keep both on one held-out side",
     )
     mixture: MixtureConfig | None = Field(
         default=None, description="the choice of documents to train on, and how often"
@@ -159,21 +154,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _has_documents(self) -> Self:
-        if self.has_answers and self.near_duplicates:
-            raise ValueError(
-                "near_duplicates compares texts, and a source has records of another kind; set it to false"
-            )
         if not self.sources and self.prepared is None:
             raise ValueError("there is nothing to read; give sources, or prepared (a store from `torchtrain prepare`)")
         if not self.sources:
-            for name in (
-                "append_eos",
-                "special_tokens",
-                "min_tokens",
-                "near_duplicates",
-                "remove_duplicates",
-                "mixture",
-            ):
+            for name in ("append_eos", "special_tokens", "min_tokens", "remove_duplicates", "mixture"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(
                         f"{name} was decided when the store of prepared was made; remove it, or give its sources"

@@ -31,7 +31,7 @@ from torchtrain.data.files import (
     list_files,
     text_item,
 )
-from torchtrain.data.packing import SAMPLE, SAMPLE_FILES, random_stream
+from torchtrain.data.streams import SAMPLE, SAMPLE_FILES, random_stream
 
 # Bytes of source files that a task reads, at least one file. Each task leaves a shard.
 TASK_BYTES = 2**28

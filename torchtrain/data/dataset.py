@@ -16,9 +16,10 @@ from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
 from torchtrain.config import PackConfig
 from torchtrain.data.encode import list_special_tokens, special_id
-from torchtrain.data.packing import HELD_OUT, INTERLEAVE, PackPlan, random_stream
+from torchtrain.data.packing import PackPlan
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.data.store import Documents
+from torchtrain.data.streams import HELD_OUT, INTERLEAVE, random_stream
 
 if TYPE_CHECKING:
     import datasets
@@ -54,7 +55,7 @@ def split_documents(store: Documents, held_out_share: float, seed: int) -> Split
     for order, count in zip(orders, counts, strict=True):
         drawn[order[:count]] = True
     held = drawn
-    if store.copies + store.near_copies and np.intersect1d(store.groups[drawn], store.groups[~drawn]).size:
+    if store.copies and np.intersect1d(store.groups[drawn], store.groups[~drawn]).size:
         held = _split_texts(store.groups, orders, counts)
     moved = int((held != drawn).sum())
     if store.repeats is None:

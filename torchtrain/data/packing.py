@@ -17,16 +17,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-# What a random stream is for: the head of its spawn key, so that no two purposes share one.
-SHUFFLE, INTERLEAVE, HELD_OUT, SAMPLE_FILES, SAMPLE, MIX, ROWS, TAIL = range(8)
+from torchtrain.data.streams import ROWS, SHUFFLE, TAIL, random_stream
 
 Strategy = Literal["sequential", "best_fit", "by_length"]
-
-
-def random_stream(seed: int, *key: int) -> np.random.Generator:
-    """Return the generator of one purpose: the same for the same seed and key, independent of every other."""
-    # A spawn key, not a list of seeds: SeedSequence([a, b]) and SeedSequence([a, b, 0]) are the same.
-    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
 class Span(NamedTuple):
@@ -108,6 +101,11 @@ class PackPlan:
 
     def __len__(self) -> int:
         return len(self._row)
+
+    @property
+    def pieces(self) -> tuple[np.ndarray, np.ndarray]:
+        """The document and the tokens of every span, int64 [spans] each."""
+        return self._document, self._stop - self._start
 
     def live_pairs(self) -> np.ndarray:
         """Return the pairs of tokens that attention within documents computes in each row, int64 [rows]."""

@@ -60,7 +60,6 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
         "eos": special_id(tokenizer, "eos") if data.append_eos else None,
         "min_tokens": data.min_tokens,
         "special_tokens": data.special_tokens,
-        "near_duplicates": data.near_duplicates,
         "remove_duplicates": data.remove_duplicates,
         "mixture": None if data.mixture is None else data.mixture.model_dump(mode="json"),
     }

@@ -4,8 +4,8 @@
 document is in two of them. `targets-00000.bin` and so on: a byte for each token, 1 where it is a target, in a corpus
 of which some documents have answers.
 `offsets.npy` int64 [documents + 1] · `domains.npy` int32 [documents] · `hashes.npy` uint64 [documents], of each
-document's tokens · `signatures.npy` uint64 [documents * 14], under `data.near_duplicates` · `repeats.npy` uint16
-[documents], how often each is taken, under `data.mixture` and `data.remove_duplicates` · `bad_records.txt` a line each
+document's tokens · `repeats.npy` uint16 [documents], how often each is taken, under `data.mixture` and
+`data.remove_duplicates` · `bad_records.txt` a line each
 `store.json` holds names, counts, the fingerprint, and size and digest of each of the others.
 
 `torchtrain.data.writer` writes stores.
@@ -27,13 +27,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted
 from anchorline.files import FileEntry, entry_of, read_file
-from torchtrain.data.selection import BUCKETS, find_firsts, group_copies
 
-OFFSETS, DOMAINS, HASHES, SIGNATURES, REPEATS, BAD_RECORDS, HEADER = (
+OFFSETS, DOMAINS, HASHES, REPEATS, BAD_RECORDS, HEADER = (
     "offsets.npy",
     "domains.npy",
     "hashes.npy",
-    "signatures.npy",
     "repeats.npy",
     "bad_records.txt",
     "store.json",
@@ -126,7 +124,6 @@ class Documents:
     domains: list[str]
     sizes: Sequence[ShardSize]
     hashes: np.ndarray | None = None  # uint64 [documents]; None: computed when asked for
-    signatures: np.ndarray | None = None  # uint64 [documents, 14], under near_duplicates
     repeats: np.ndarray | None = None  # uint16 [documents], how often each is taken; None: once
     targets: Sequence[np.ndarray] | None = None  # bool [tokens of the shard]; None: every token is a target
 
@@ -163,10 +160,8 @@ class Documents:
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """Which text each document holds, int64 [documents]: the same number for documents of the same tokens, and
-        under `data.near_duplicates` for near duplicates.
-        """
-        return group_copies(self.content_hashes, self.signatures)
+        """Which text each document holds, int64 [documents]: the same number for documents of the same tokens."""
+        return np.unique(self.content_hashes, return_inverse=True)[1].reshape(-1)
 
     @property
     def kept(self) -> np.ndarray:
@@ -189,11 +184,6 @@ class Documents:
     def largest_token(self) -> int:
         """The largest token id; -1 where there is no token."""
         return max((int(shard.max()) for shard in self.shards if len(shard)), default=-1)
-
-    @property
-    def near_copies(self) -> int:
-        """Documents that hold nearly the text of an earlier one, copies not counted; 0 without signatures."""
-        return len(self) - int(self.groups.max(initial=-1)) - 1 - self.copies
 
     @property
     def token_count(self) -> int:
@@ -261,7 +251,6 @@ class TokenStore(Documents):
                 except (ValueError, OSError, EOFError) as error:
                     raise _damage_error(folder, name, one_line(error)[:300]) from None
         _check_arrays(folder, header, arrays)
-        signatures = arrays.get(SIGNATURES)
         return cls(
             shards=_Maps([folder / of.file for of in header.shards], TOKEN_TYPES[header.token_bytes]),
             offsets=arrays[OFFSETS],
@@ -269,7 +258,6 @@ class TokenStore(Documents):
             domains=header.domains,
             sizes=header.shards,
             hashes=arrays[HASHES],
-            signatures=None if signatures is None else signatures.reshape(-1, BUCKETS),
             repeats=arrays.get(REPEATS),
             targets=_Maps([folder / targets_name(of.file) for of in header.shards], np.bool_)
             if header.has_targets
@@ -300,7 +288,7 @@ class TokenStore(Documents):
     @cached_property
     def kept(self) -> np.ndarray:
         """Which documents are there to choose from, bool [documents]: all but the duplicates that were removed."""
-        return find_firsts(self.groups) if self.header.duplicates_removed else super().kept
+        return find_firsts(self.content_hashes) if self.header.duplicates_removed else super().kept
 
     @property
     def bad_records(self) -> Path:
@@ -320,7 +308,7 @@ def _check_header(folder: Path, header: StoreHeader) -> None:
         counted |= {targets_name(shard.file): shard.tokens for shard in header.shards}
     chosen = {REPEATS} if header.mixture is not None or header.duplicates_removed else set()
     wanted = {OFFSETS, DOMAINS, HASHES, BAD_RECORDS, *counted, *chosen}
-    if stray := wanted.symmetric_difference(header.files.keys() - {SIGNATURES}):
+    if stray := wanted.symmetric_difference(header.files.keys()):
         raise _damage_error(folder, HEADER, f"{quoted(min(stray))} is in one of shards and files alone")
     if len({*names}) < len(names) or any(not re.fullmatch(r"tokens-\d{5,}\.bin", name) for name in names):
         raise _damage_error(folder, HEADER, "shards have names that are not their own")
@@ -340,8 +328,7 @@ def _check_arrays(folder: Path, header: StoreHeader, arrays: dict[str, np.ndarra
     documents = list(itertools.accumulate((shard.documents for shard in header.shards), initial=0))
     tokens = list(itertools.accumulate((shard.tokens for shard in header.shards), initial=0))
     n = documents[-1]
-    wanted = {OFFSETS: (np.int64, n + 1), DOMAINS: (np.int32, n), HASHES: (np.uint64, n)}
-    wanted |= {SIGNATURES: (np.uint64, BUCKETS * n), REPEATS: (np.uint16, n)}
+    wanted = {OFFSETS: (np.int64, n + 1), DOMAINS: (np.int32, n), HASHES: (np.uint64, n), REPEATS: (np.uint16, n)}
     for name, array in arrays.items():
         kind, size = wanted[name]
         if array.dtype != kind or array.shape != (size,):
@@ -397,9 +384,16 @@ def targets_name(shard: str) -> str:
     return shard.replace("tokens-", "targets-")
 
 
+def find_firsts(hashes: np.ndarray) -> np.ndarray:
+    """Return whether each document is the first with its hash, bool [documents]."""
+    first = np.zeros(len(hashes), dtype=bool)
+    first[np.unique(hashes, return_index=True)[1]] = True
+    return first
+
+
 def hash_tokens(tokens: np.ndarray) -> int:
     """Return 64 bits of a document's content, its tokens as int32.
 
-    That two of a hundred million differ in content only has odds of 1 in 3,000.
+    Among a hundred million documents two of different tokens share a hash with odds of 1 in 3,700.
     """
     return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")

@@ -20,7 +20,7 @@ from torchtrain.data.answers import Answered, AnswerEncoder
 from torchtrain.data.corpus import BadRecord, Document, FilteredRecord, Record, source_name
 from torchtrain.data.encode import BATCH_CHARACTERS, Encoder, special_id
 from torchtrain.data.files import BadItemError
-from torchtrain.data.selection import BUCKETS, Signer, draw_repeats, find_firsts, group_copies
+from torchtrain.data.mixture import draw_repeats
 from torchtrain.data.store import (
     BAD_RECORDS,
     DOMAINS,
@@ -28,13 +28,13 @@ from torchtrain.data.store import (
     HEADER,
     OFFSETS,
     REPEATS,
-    SIGNATURES,
     TOKEN_TYPES,
     DomainSummary,
     ShardSize,
     SourceCount,
     StoreHeader,
     TokenStore,
+    find_firsts,
     hash_tokens,
     targets_name,
 )
@@ -85,7 +85,6 @@ class Tokeniser:
         self._eos = np.array([] if eos is None else [eos], dtype=np.int32)
         self._answers = AnswerEncoder(tokenizer, data.special_tokens, data.append_eos, read_template(data))
         self._has_targets = data.has_answers
-        self._signer = Signer() if data.near_duplicates else None
         largest = max(tokenizer.get_vocab().values(), default=0)
         self._token_bytes = 2 if largest < 1 << 16 else 4
 
@@ -154,8 +153,7 @@ class Tokeniser:
             elif answered is not None:
                 writer.add(record.domain, ids, targets=answered.targets)
             else:
-                signature = None if self._signer is None else self._signer.sign(record.text)
-                writer.add(record.domain, np.append(ids, self._eos), signature)
+                writer.add(record.domain, np.append(ids, self._eos))
 
 
 class StoreWriter:
@@ -174,7 +172,6 @@ class StoreWriter:
         self.offsets = array("q", [0])
         self.document_domains = array("i")
         self.hashes = array("Q")
-        self.signatures = array("Q")
         self.domain_ids: dict[str, int] = {}
         self.largest_token = -1
         self.bad_records = 0
@@ -202,14 +199,8 @@ class StoreWriter:
         """Tokens written so far."""
         return self.offsets[-1]
 
-    def add(
-        self,
-        domain: str,
-        ids: Sequence[int] | np.ndarray,
-        signature: np.ndarray | None = None,
-        targets: np.ndarray | None = None,
-    ) -> None:
-        """Append one document; with a signature, uint64 [14], if all have one. `targets`: bool [tokens]; None: all."""
+    def add(self, domain: str, ids: Sequence[int] | np.ndarray, targets: np.ndarray | None = None) -> None:
+        """Append one document. `targets`: bool [tokens]; None: all."""
         tokens = np.asarray(ids, dtype=np.int32)
         largest = int(tokens.max())
         assert largest <= np.iinfo(self._type).max, "a token that the store's type does not hold"
@@ -219,8 +210,6 @@ class StoreWriter:
         if self._targets is not None:
             self._targets.write((np.ones(len(tokens), dtype=bool) if targets is None else targets).tobytes())
         self.hashes.append(hash_tokens(tokens))
-        if signature is not None:
-            self.signatures.extend(signature.tolist())
         self.offsets.append(self.offsets[-1] + len(tokens))
         self.document_domains.append(self.domain_ids.setdefault(domain, len(self.domain_ids)))
         self.largest_token = max(self.largest_token, largest)
@@ -277,8 +266,8 @@ class StoreWriter:
             token_bytes=np.dtype(self._type).itemsize,
             shards=[ShardSize(_shard_name(0), self.documents, self.tokens)],
         )
-        hashes, signatures = (np.array(held, dtype=np.uint64) for held in (self.hashes, self.signatures))
-        _write_index(self.folder, header, offsets, document_domains, hashes, signatures, mixture, remove_duplicates)
+        hashes = np.array(self.hashes, dtype=np.uint64)
+        _write_index(self.folder, header, offsets, document_domains, hashes, mixture, remove_duplicates)
 
     def _counts(self, domain: str) -> dict[str, int]:
         return self._skipped.setdefault(domain, {"bad_records": 0, "short_documents": 0, "short_tokens": 0})
@@ -329,10 +318,8 @@ def join_shards(
         **header_fields,
     )
     hashes = np.concatenate([shard.content_hashes for shard in held])
-    signed = [shard.signatures.reshape(-1) for shard in held if shard.signatures is not None]
-    signatures = np.concatenate([np.zeros(0, dtype=np.uint64), *signed])
     ends, of_documents = np.concatenate(offsets), np.concatenate(domains)
-    _write_index(folder, header, ends, of_documents, hashes, signatures, mixture, remove_duplicates)
+    _write_index(folder, header, ends, of_documents, hashes, mixture, remove_duplicates)
 
 
 def _add_summaries(domains: Iterable[str], summaries: Iterable[DomainSummary]) -> list[DomainSummary]:
@@ -352,21 +339,17 @@ def _write_index(
     offsets: np.ndarray,
     document_domains: np.ndarray,
     hashes: np.ndarray,
-    signatures: np.ndarray,
     mixture: MixtureConfig | None,
     remove_duplicates: bool,
 ) -> None:
     """Complete a store whose tokens are written: the arrays about its documents, then its header.
 
-    Of n documents: offsets int64 [n + 1], document_domains int32 [n], hashes uint64 [n], signatures uint64 [14 n] or
-    [0].
+    Of n documents: offsets int64 [n + 1], document_domains int32 [n], hashes uint64 [n].
     """
     arrays = {OFFSETS: offsets, DOMAINS: document_domains, HASHES: hashes}
-    if len(signatures):
-        arrays[SIGNATURES] = signatures
     kept = np.ones(len(hashes), dtype=bool)
     if remove_duplicates:
-        kept = find_firsts(group_copies(hashes, signatures.reshape(-1, BUCKETS) if len(signatures) else None))
+        kept = find_firsts(hashes)
         arrays[REPEATS] = kept.astype(np.uint16)
     if mixture is not None:
         arrays[REPEATS] = np.zeros(len(kept), dtype=np.uint16)

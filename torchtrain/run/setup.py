@@ -188,8 +188,8 @@ def set_up(
     if missing := _left_out(store, dropped, rows.too_long):
         log(f"left out  {missing}")
     if bare := _domains_without_held_out(store, split):
-        log(f"held out  no document of {', '.join(bare)}: all are copies of too many others, or nearly")
-    if store.copies + store.near_copies:
+        log(f"held out  no document of {', '.join(bare)}: all are copies of too many others")
+    if store.copies:
         log(f"copies    {_copies(store, split)}")
     if special := sum(count.special_records for count in store.header.sources):
         meaning = "text" if config.data.special_tokens == "text" else "control tokens"
@@ -216,7 +216,6 @@ def set_up(
             "made_of": store.header.made_of,
             "dropped_tokens": dropped,
             "copies": store.copies,
-            "near_copies": store.near_copies,
             "copies_moved": split.moved,
         },
     }
@@ -380,8 +379,7 @@ def pack_rows(
             "to have a next token; give longer documents"
         )
     if not len(held):
-        alike = store.copies + store.near_copies
-        copies = f" ({alike} are copies of others, or nearly)" if alike else ""
+        copies = f" ({store.copies} are copies of others)" if store.copies else ""
         raise UserError(
             f"data.held_out_share {config.data.held_out_share:g} of {len(store)} documents{copies} holds none out, so "
             "there is nothing to evaluate on; raise it or give more documents"
@@ -431,8 +429,6 @@ def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
         "sha256": store.header.sha256,
         "contents": hashlib.sha256(store.content_hashes.tobytes()).hexdigest(),
     }
-    if store.signatures is not None:  # they decide which documents are held out
-        identity["near"] = hashlib.sha256(store.signatures.tobytes()).hexdigest()
     return identity
 
 
@@ -465,12 +461,8 @@ def _left_out(store: TokenStore, dropped: int, too_long: int) -> str:
 
 def _copies(store: TokenStore, split: Split) -> str:
     """Return, in words, how many documents have the same text, and what was done about it."""
-    shown = f"{store.copies:,} of {len(store):,} documents hold the text of another"
-    if store.near_copies:
-        shown += f", {store.near_copies:,} more nearly"
-    return shown + (
-        f"; {split.moved:,} changed sides, so that none trains whose copy is held out" if split.moved else ""
-    )
+    moved = f"; {split.moved:,} changed sides, so that none trains whose copy is held out" if split.moved else ""
+    return f"{store.copies:,} of {len(store):,} documents hold the text of another{moved}"
 
 
 def _count(parameters: Iterable["torch.nn.Parameter"]) -> int:

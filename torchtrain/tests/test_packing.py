@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtrain.data.packing import TAIL, PackPlan, Span, random_stream
+from torchtrain.data.packing import PackPlan, Span
+from torchtrain.data.streams import TAIL, random_stream
 
 
 def spans_of(plan: PackPlan) -> list[list[Span]]:

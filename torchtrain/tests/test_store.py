@@ -16,7 +16,7 @@ from anchorline.errors import UserError
 from anchorline.files import FileEntry, entry_of
 from torchtrain.config import DataConfig, Source
 from torchtrain.data import TokenStore, fingerprint, prepare
-from torchtrain.data.store import BAD_RECORDS, DOMAINS, HASHES, HEADER, OFFSETS, REPEATS, SIGNATURES
+from torchtrain.data.store import BAD_RECORDS, DOMAINS, HASHES, HEADER, OFFSETS, REPEATS
 from torchtrain.data.writer import StoreWriter
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 from torchtrain.tests.tiny import refused
@@ -86,7 +86,6 @@ LIES = [
     *((OFFSETS, change) for change in (np.float64, np.int32, lambda x: x[None], lambda x: x[:-1], lambda x: x[:0])),
     *((DOMAINS, change) for change in (lambda x: x + 99, lambda x: x - 1, lambda x: x[:3], np.str_, np.int64)),
     *((HASHES, change) for change in (lambda x: x[:3], np.float64)),
-    (SIGNATURES, lambda x: np.zeros(13, np.uint64)),
     (REPEATS, lambda x: np.ones(300, np.uint16)),  # without a mixture
     ("extra.npy", lambda x: np.ones(3)),
     *(("token_bytes", value) for value in (3, 4, -2, 0)),

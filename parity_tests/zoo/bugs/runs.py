@@ -12,8 +12,9 @@ from parity_tests.zoo.patch import batches, documents, swap, wrap
 from torchtrain.checkpoint.state import fill_masters
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.data.dataset import PackedRows, Split, split_documents, tag_ids
-from torchtrain.data.packing import HELD_OUT, INTERLEAVE, SHUFFLE, PackPlan, Span, random_stream
+from torchtrain.data.packing import PackPlan, Span
 from torchtrain.data.rows import build_row
+from torchtrain.data.streams import HELD_OUT, INTERLEAVE, SHUFFLE, random_stream
 from torchtrain.marks import ANCHOR, IGNORED, PADDING
 from torchtrain.modeling import rope, save
 from torchtrain.modeling.load import load_for_training

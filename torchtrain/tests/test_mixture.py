@@ -8,91 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anchorline.errors import UserError
-from torchtrain.config import DataConfig, MixtureConfig, PackConfig, Preparation, PrepareConfig, Source, TokenizerConfig
-from torchtrain.data import PackedRows, TokenStore, fingerprint, prepare, prepare_store, selection, split_documents
-from torchtrain.data.packing import HELD_OUT, MIX, random_stream
-from torchtrain.data.selection import Signer, draw_repeats, group_copies
+from torchtrain.config import DataConfig, MixtureConfig, PackConfig, Source
+from torchtrain.data import PackedRows, TokenStore, fingerprint, prepare, split_documents
+from torchtrain.data.mixture import draw_repeats
 from torchtrain.data.statistics import count_store
+from torchtrain.data.streams import HELD_OUT, MIX, random_stream
 from torchtrain.tests.data_fixtures import memory_store, word_tokenizer, write_jsonl
-from torchtrain.tests.tiny import tiny_tokenizer
 
 NAMES = ["web", "books", "code"]
-BUCKET = st.integers(0, 6)  # 0: no signature
-
-
-# --- duplicates -------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=40)
-@given(st.lists(st.tuples(BUCKET, BUCKET, st.integers(0, 9)), min_size=1, max_size=9))
-def test_groups_are_those_that_something_joins(documents):
-    signatures = np.array([[a, b] for a, b, _ in documents], dtype=np.uint64)
-    same = np.array([content for *_, content in documents])
-    groups = group_copies(same.astype(np.uint64), signatures)
-    reached = {i: {i} for i in range(len(documents))}
-    for _ in documents:
-        for i, own in reached.items():
-            for j in list(own):
-                own |= {
-                    k
-                    for k in reached
-                    if same[k] == same[j] or any(x == y != 0 for x, y in zip(signatures[k], signatures[j], strict=True))
-                }
-            reached[i] = own
-    for i, own in reached.items():
-        assert {j for j in reached if groups[j] == groups[i]} == own
-    assert set(groups) == set(range(max(groups) + 1))
-
-
-def test_a_signature_does_not_depend_on_how_much_is_hashed_at_one_time(monkeypatch):
-    text = " ".join(f"Word-{i * i % 97}," for i in range(100))
-    whole = Signer().sign(text)
-    monkeypatch.setattr(selection, "_SHINGLES", 7)
-    assert Signer().sign(text).tolist() == whole.tolist()
-    assert Signer().sign(text.upper().replace(",", ";")).tolist() == whole.tolist()
-    assert not Signer().sign("four words are few").any()
-
-
-@pytest.fixture
-def preparation(tmp_path, monkeypatch) -> Preparation:
-    """60 texts of 200 words in two files; every third has a near copy in the other, every tenth a copy there."""
-    monkeypatch.setattr("torchtrain.data.corpus.TASK_BYTES", 1)
-    random = np.random.default_rng(0)
-    files: list[list[dict[str, str]]] = [[], []]
-    for number in range(60):
-        words = ["".join(pair) for pair in random.choice(list("abcdefgh"), (200, 2))]  # numbers count as one word
-        files[number % 2].append({"text": " ".join(words)})
-        if number % 10 == 0:
-            files[1 - number % 2].append({"text": " ".join(words)})
-        if number % 3 == 0:
-            files[1 - number % 2].append({"text": " ".join([*words[:100], "zz", *words[101:]])})
-    for name, records in zip("ab", files, strict=True):
-        write_jsonl(tmp_path / f"{name}.jsonl", records)
-    data = DataConfig(sources=[Source(files=f"{tmp_path}/?.jsonl")], cache=f"{tmp_path}/cache", near_duplicates=True)
-    return Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1))
-
-
-def test_no_near_duplicate_of_what_is_held_out_is_trained_on(preparation, tmp_path):
-    store = prepare_store(preparation, tiny_tokenizer(), tmp_path / "out")
-    assert isinstance(store, TokenStore)
-    assert len(store.shards) == 2
-    assert (store.copies, store.near_copies) == (6, 20)
-    told = count_store(store, [64])
-    assert (told.copies, told.near_copies) == (6, 20)
-    for seed in range(20):
-        split = split_documents(store, 0.2, seed)
-        texts = [{tuple(store.document(i)[:100]) for i in side} for side in (split.train, split.held_out)]
-        assert not texts[0] & texts[1]
-        assert split.moved
-    # One process that tokenises in a run finds the same.
-    plain = prepare(preparation.data, tiny_tokenizer())
-    assert plain.signatures is not None
-    np.testing.assert_array_equal(plain.signatures, store.signatures)
-    # Where nobody asked there is no such file, and the store is what it always was.
-    other = prepare(preparation.data.model_copy(update={"near_duplicates": False}), tiny_tokenizer())
-    assert (other.signatures, other.near_copies, other.copies) == (None, 0, 6)
-    assert other.header.sha256 == plain.header.sha256
-    assert not (other.folder / "signatures.npy").exists()
 
 
 # --- mixtures ---------------------------------------------------------------------------------------------------------
@@ -211,7 +134,7 @@ def test_removed_duplicates_are_neither_trained_on_nor_held_out(tmp_path):
     assert sorted([*split.train, *split.held_out]) == list(range(7))
     assert len(split.held_out) >= 1
     told = count_store(store, [8])
-    assert (told.documents, told.before[0].documents, told.mixture) == (7, 60, None)
+    assert (told.all.documents, told.before[0].documents, told.mixture) == (7, 60, None)
     mixture = MixtureConfig(long_tokens=15, long_share=0.9, most_repeats=9)
     mixed = prepare(data.model_copy(update={"mixture": mixture}), word_tokenizer())
     expected = draw_repeats(store.lengths[:7], store.document_domains[:7], store.domains, mixture)
