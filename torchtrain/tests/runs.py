@@ -72,10 +72,10 @@ def unprivileged() -> Iterator[None]:
         os.seteuid(0)
 
 
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a file, which may be linked elsewhere."""
+def flip(path: Path, at: int | None = None) -> None:
+    """Change one bit of a byte, default: in the middle, of a file, which may be linked elsewhere."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 if at is None else at] ^= 1
     path.unlink()
     path.write_bytes(content)
 

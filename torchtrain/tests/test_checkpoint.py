@@ -24,7 +24,7 @@ from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.distributed.world import ALONE
 from torchtrain.run.lock import hold, is_held
 from torchtrain.tests.checkpoint_fixtures import TRAIN, contents, make_strategy, same, save
-from torchtrain.tests.runs import flip, unprivileged
+from torchtrain.tests.runs import unprivileged
 from torchtrain.tests.tiny import tiny_model
 from torchtrain.training.events import MetricsFile, read_metrics
 from torchtrain.training.strategy import Replicated
@@ -108,34 +108,6 @@ def test_nothing_is_removed_before_the_new_one_is_there(checkpoints, monkeypatch
 
 
 # --- damage of every kind, and hostile files --------------------------------------------------------------------------
-
-
-def cut_off(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-DAMAGE = {"bit flipped": flip, "cut off": cut_off, "missing": Path.unlink}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["state-00000-000.safetensors", "rng-00000.safetensors", MANIFEST])
-def test_a_damaged_file_is_named_and_the_last_good_checkpoint_offered(checkpoints, name, damage):
-    strategy = make_strategy(updates=1)
-    for step in (1, 2, 3):
-        save(checkpoints, step, strategy)
-    for step in (2, 3):
-        DAMAGE[damage](checkpoints.path(step) / name)
-    with pytest.raises(DamageError) as caught:
-        checkpoints.open()
-    message = str(caught.value)
-    assert message.startswith(f"{checkpoints.path(3) / name}: ")
-    assert message.endswith(
-        f"the last good checkpoint is that of step 1: torchtrain resume {checkpoints.folder.parent} --step 1"
-    )
-    assert checkpoints.open(1) is not None
-    DAMAGE[damage](checkpoints.path(1) / name)
-    with pytest.raises(DamageError, match=r"there is no good one: torchtrain resume .* --step 0"):
-        checkpoints.open()
 
 
 class Hostile:

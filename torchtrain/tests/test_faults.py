@@ -14,13 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anchorline import files
-from anchorline.errors import UserError
-from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.config import Config, load_config
+from torchtrain.config import load_config
 from torchtrain.errors import Terminated
 from torchtrain.run import recipe
-from torchtrain.run.folder import RunFolder
 from torchtrain.run.lock import hold, is_held
 from torchtrain.run.status import status_lines
 from torchtrain.run.termination import Termination
@@ -31,7 +28,7 @@ from torchtrain.tests.run_fixtures import (
     fails,
     resume,
 )
-from torchtrain.tests.runs import assert_same, flip, tree_of
+from torchtrain.tests.runs import assert_same, tree_of
 from torchtrain.tests.tiny import refused
 
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
@@ -187,21 +184,6 @@ def test_two_processes_in_one_folder(place, interrupted):
 # --- disks and damage -------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_checkpoint_and_the_way_round_it(place, straight, interrupted):
-    folder = place.folder / interrupted
-    shard = next((folder / "checkpoints" / "step-00000004").glob("state-*"))
-    flip(shard)
-    assert place.resume(interrupted) == 2
-    assert place.last_line(interrupted) == (
-        f"torchtrain: {shard}: its content has changed (its SHA-256 is not the one written down); the last good "
-        f"checkpoint is that of step 2: torchtrain resume {folder} --step 2"
-    )
-    assert place.resume(interrupted, "--step", "7") == 2
-    assert place.last_line(interrupted).endswith("has no checkpoint of step 7; there are those of 2, 4")
-    assert place.resume(interrupted, "--step", "2") == 0
-    assert_same(folder, straight)
-
-
 def test_a_run_that_was_taken_up_earlier_has_no_other_future(place, straight, interrupted):
     """Its later checkpoints would be those of another run: they would push the new ones out, and a resume would take
     them up.
@@ -236,39 +218,6 @@ def test_a_link_in_a_run_is_unlinked_and_what_it_leads_to_stays(place, straight,
     assert not [name for name in links if os.path.lexists(run / name)]
     assert tree_of(disk) == kept
     assert_same(run, straight)
-
-
-@pytest.mark.parametrize(
-    ("part", "offered"),
-    [("end", 2), ("cut", 2), ("beginning", 0), ("gone", 0)],
-)
-def test_a_damaged_metrics_file_offers_a_step_that_works(stopped, straight, tmp_path, part, offered):
-    run = Path(shutil.copytree(stopped, tmp_path / "run"))
-    path, checkpoints = run / "metrics.jsonl", Checkpoints(run / "checkpoints")
-    first, second = (Manifest.read(checkpoints.path(step)).progress.metrics.bytes for step in (2, 4))
-    content = bytearray(path.read_bytes())
-    if part == "gone":
-        path.unlink()
-    else:
-        content[{"end": second - 5, "beginning": first // 2}.get(part, -1)] ^= 1
-        path.write_bytes(content[: second - 5] if part == "cut" else content)
-    config = load_config(run / "config.yaml", [f"run.folder={run}"])
-    with pytest.raises(UserError, match=rf"metrics\.jsonl: has been changed.* resume {run} --step {offered}$"):
-        recipe.resume(config, console=QUIET)
-    assert recipe.resume(config, step=offered, console=QUIET) is not None
-    assert_same(run, straight)
-
-
-@pytest.mark.parametrize("was", [b"train:", b"learning_rate: 0.02", b"steps: 6", b"run:"])
-def test_a_damaged_config_says_where_the_config_stands_besides(stopped, tmp_path, was):
-    run = Path(shutil.copytree(stopped, tmp_path / "run"))
-    whole, path = load_config(run / "config.yaml"), run / "config.yaml"
-    assert was in path.read_bytes()
-    path.write_bytes(path.read_bytes().replace(was, bytes([was[0] ^ 1]) + was[1:-1] + b"\x01"))
-    with pytest.raises(UserError, match=r"; the config with which the run began stands in .*run\.json and in manifest"):
-        RunFolder(run).read_config()
-    for place in (run / "run.json", run / "checkpoints" / "step-00000004" / "manifest.json"):
-        assert Config.model_validate(json.loads(place.read_text())["config"]) == whole
 
 
 @pytest.mark.parametrize(

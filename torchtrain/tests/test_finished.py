@@ -2,10 +2,8 @@
 
 import json
 import os
-import shutil
 import signal
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -14,29 +12,8 @@ from anchorline.files import entries_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
 from torchtrain.run import recipe
-from torchtrain.run.status import status_lines
-from torchtrain.run.verify import verify_folder
-from torchtrain.tests.run_fixtures import QUIET, resume
+from torchtrain.tests.run_fixtures import QUIET
 from torchtrain.tests.runs import assert_same, tree_of
-
-
-@pytest.mark.parametrize("what", ["cut off", "changed", "missing"])
-def test_a_model_that_is_not_what_was_exported_is_named(done, straight, what):
-    """It is exported again once the user has moved it."""
-    path = done / "model" / "model.safetensors"
-    content = path.read_bytes()
-    if what == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(content[:-100] if what == "cut off" else content[:-1] + bytes([content[-1] ^ 1]))
-    before = tree_of(done / "model")
-    assert next(status_lines(done)).endswith(": finished" if what == "changed" else ": interrupted")
-    with pytest.raises(UserError, match=rf"{path}: .*; move {done}/model elsewhere, then: torchtrain resume {done}"):
-        resume(done)
-    assert tree_of(done / "model") == before
-    (done / "model").rename(done.parent / "elsewhere")
-    assert resume(done) is not None
-    assert_same(done, straight)
 
 
 def test_outputs_list_what_was_exported(straight):
@@ -62,21 +39,6 @@ def test_all_that_a_run_leaves_follows_the_umask(fresh, umask):
 
 
 # --- what resume removes, and what it refuses to remove ---------------------------------------------------------------
-
-
-def test_resume_refuses_a_run_whose_checkpoints_are_gone(stopped, straight, tmp_path):
-    """Their disk may not be mounted. `--step 0` begins anew."""
-    run = Path(shutil.copytree(stopped, tmp_path / "run"))
-    shutil.rmtree(run / "checkpoints")
-    (run / "checkpoints").mkdir()
-    before = tree_of(run)
-    with pytest.raises(UserError, match=rf"{run}/checkpoints: .*one of step 4; .*: torchtrain resume {run} --step 0"):
-        resume(run)
-    assert tree_of(run) == before
-    (bad,) = [finding for finding in verify_folder(run) if not finding.good]
-    assert (bad.what, bad.said) == ("checkpoints", "are gone, and there was one of step 4")
-    recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}"]), step=0, console=QUIET)
-    assert_same(run, straight)
 
 
 @pytest.mark.parametrize("name", ["model/notes.txt", "exports/step-00000004/notes.txt"])
