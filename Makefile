@@ -10,10 +10,10 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Containers tend to set it, and every process would compile all that it imports: 5 of its first 8 seconds, measured.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train longer test gate readers families docs check format lock clean distclean
+.PHONY: help setup train longer test test-all gate readers families docs check format lock clean distclean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 train: setup  ## extend SmolLM2-135M on real documents with AnchorAttention (configs/demo.yaml)
 	@echo "==> training configs/demo.yaml"
@@ -26,7 +26,11 @@ longer: setup  ## about two hours: train configs/longer.yaml, and compare RULER'
 	@$(BIN)/torchtrain evaluate runs/longer --suite configs/eval/needles.yaml --lengths 2048,4096 --processes 2
 	@$(BIN)/torchtrain compare runs/before runs/longer --out runs/longer-tables
 
-test: setup  ## run every test (those marked gpu are skipped, and say so, where there is no CUDA device)
+test: setup  ## run the tests but for long sweeps (those marked gpu are skipped, and say so, where there is no CUDA device)
+	@echo "==> running the tests (make test-all adds more cases of the same)"
+	@$(BIN)/python -m pytest -n 2 -m "not sweep"
+
+test-all: setup  ## run every test, the sweeps too
 	@echo "==> running every test"
 	@$(BIN)/python -m pytest -n 2
 

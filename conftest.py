@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -55,9 +56,20 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` without a CUDA device, and say so. Unpack SmolLM2 first: others wait for who does."""
+    """Skip tests marked `gpu` without a CUDA device, and say so. Unpack SmolLM2 first: others wait for who does.
+
+    Of the cases of a test marked `one_of(n)`, every nth stays in `make test`; the others become `sweep`.
+    """
     items.sort(key=lambda item: item.path.name != "test_smollm2.py")
+    seen: Counter[str] = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("one_of")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker("sweep")
+            seen[test] += 1
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_cuda():
         for item in gpu_items:
