@@ -31,6 +31,7 @@ STUDIES = {
     "second.": "precision-second.json.xz",
     "fp8.": "precision-fp8.json.xz",
     "places.": "precision-places.json.xz",
+    "places.long.": "precision-places-long.json.xz",
     "places.second.": "precision-places-second.json.xz",
     "places.trained.": "precision-places-trained.json.xz",
     "places.second.trained.": "precision-places-second-trained.json.xz",

@@ -96,27 +96,27 @@ def zero() -> None:
 
 
 def places() -> None:
-    """What resets and anchors leave of attention's error, of a document of 256 tokens at 4,097."""
+    """What resets and anchors leave of attention's error, of a document of 256 or 1,024 tokens at 4,097."""
     pairs = {
         "reset": (("bos", 0, 0), ("bos", 4096, 0)),
         "bare_reset": (("none", 0, 0), ("none", 4097, 0)),
         "anchor": (("anchor", 0, 4096), ("bos", 4096, 0)),
         "anchor_over_bare": (("anchor", 0, 4096), ("none", 4097, 0)),
     }
-    for prefix in ("places.", "places.second.", "places.trained.", "places.second.trained."):
-        study = "precision-" + prefix.rstrip(".").replace(".", "-")
-        for name, ends in pairs.items():
+    for prefix in ("places.", "places.long.", "places.second.", "places.trained.", "places.second.trained."):
+        study, length = "precision-" + prefix.rstrip(".").replace(".", "-"), 1024 if "long" in prefix else 256
+        for name, ends in [("reset", pairs["reset"])] if length == 1024 else pairs.items():
             quotients = []
             for condition in BF16:
                 about = {"kind": "attention", "condition": condition}
                 a, b = (
-                    find(study, opening=opening, d1=d1, gap=gap, tokens=256 + (opening != "none"), **about)[0]
+                    find(study, opening=opening, d1=d1, gap=gap, tokens=length + (opening != "none"), **about)[0]
                     for opening, d1, gap in ends
                 )
                 logs = np.log(values(a) / values(b))
-                show(f"{prefix}{name}.256.{condition}.error", interval(logs, np.exp))
+                show(f"{prefix}{name}.{length}.{condition}.error", interval(logs, np.exp))
                 quotients.append(float(np.exp(logs.mean())))
-            show(f"{prefix}{name}.256.error", span(quotients))
+            show(f"{prefix}{name}.{length}.error", span(quotients))
 
 
 def first() -> None:
