@@ -120,6 +120,7 @@ def resume(
         config = RunFolder(folder).read_config(overrides or [])
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
         if os.environ.get("RANK", "0") == "0":
+            RunFolder(folder).check_places(config)
             _check_cheaply(config)
 
         from torchtrain.run.recipe import resume as run  # isort: skip

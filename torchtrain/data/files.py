@@ -293,7 +293,15 @@ def _open_decompressed(place: str) -> Iterator[BinaryIO]:
 
             # pyarrow reads all frames of a .zst file, and raises if it is cut off.
             with pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd") as content:
-                yield cast(BinaryIO, io.BufferedReader(content, 1 << 17))
+                try:
+                    yield cast(BinaryIO, io.BufferedReader(content, 1 << 17))
+                except OSError as error:
+                    if "requires too much memory" not in str(error):
+                        raise
+                    raise UserError(
+                        f"data.sources: {_shown(place)} was packed with a window of more than 128 MiB (zstd --long); "
+                        "pack it again: zstd -d --long=31 --stdout FILE | zstd -o NEW.jsonl.zst"
+                    ) from None
 
 
 @contextmanager

@@ -46,8 +46,8 @@ def build_row(
 
     A token predicts the next one of its span, if that is a target. The anchor, tags, the last token of a span and
     padding predict nothing.
-    Under `cross_document_targets` anchor and last tokens predict the next token of the row. Tags still neither predict
-    nor are predicted.
+    Under `cross_document_targets` anchor and last tokens predict the next token of the row, and the anchor has the
+    first span's domain. Tags still neither predict nor are predicted.
 
     +interleave: every span is cut into pieces, as `pack.split` says. `even` and `random` make `pack.chunks` pieces (one
     token each if it has fewer), of near equal length or at random points, and each merge that keeps the spans' own
@@ -70,7 +70,7 @@ def build_row(
     base, end = pack.base_variant, len(anchor_ids)
     input_ids_T[:end] = anchor_ids
     document_ids_T[:end] = ANCHOR if base.has_anchor else 1
-    domain_ids_T[:end] = -1
+    domain_ids_T[:end] = spans[0].domain if pack.cross_document_targets else -1
     shift_labels_T[:end] = IGNORED
     for number, (tokens, domain, tag, targets) in enumerate(spans, start=1):
         start, text, end = end, end + len(tag), end + len(tag) + len(tokens)

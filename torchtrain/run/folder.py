@@ -4,6 +4,7 @@ A folder holds a run from the moment it has `run.json`. `outputs.json` lists eve
 is written before an export gets its name, so an export is either whole and listed, or it does not exist.
 """
 
+import glob
 import json
 import os
 import platform
@@ -35,6 +36,7 @@ from anchorline.files import (
     write_file,
 )
 from torchtrain.checkpoint.folder import STEP, step_of
+from torchtrain.checkpoint.identity import is_free
 from torchtrain.checkpoint.manifest import versions
 from torchtrain.config import Config, DataConfig, dump_config, load_config
 from torchtrain.run.lock import at_work, hold, is_held
@@ -146,6 +148,7 @@ class RunFolder:
         """
         self.check(replace, config.model.source, config.data)
         content = {"made_by": _MADE_BY, "machine": platform.machine(), "versions": versions()}
+        content["began_in"] = str(Path.cwd())
         content |= {"config": config.model_dump(mode="json")} | record
         try:
             replaced = self._move_aside() if self.is_run() else None
@@ -215,6 +218,20 @@ class RunFolder:
                 "checkpoint, too, under config: mend config.yaml by that"
             ) from None
         return load_config(self.config, overrides)
+
+    def check_places(self, config: Config) -> None:
+        """Refuse a relative path of a config that is not here, and is where the run began.
+
+        Raises:
+            UserError: names that folder.
+        """
+        began = self.check_run().get("began_in", "")
+        for field, place in _places_read(config.model.source, config.data):
+            if field != "data.cache" and not _is_there("", place) and _is_there(began, place):
+                other = f", or give {field}={Path(began, place)}" if is_free(field) else ""
+                raise UserError(
+                    f"{field}: {place} is not in {Path.cwd()}; the run began in {began}: resume it from there{other}"
+                )
 
     def note_start(self, step: int, tokens: Path, sha256: str, base: Path) -> None:
         """Write into `timing.jsonl` at which step the run starts, and where its tokens and first weights are now.
@@ -457,6 +474,12 @@ def _places_read(source: str, data: DataConfig) -> Iterator[tuple[str, str]]:
     for number, one in enumerate(data.sources):
         named |= {f"data.sources.{number}.{kind}": getattr(one, kind) for kind in ("files", "texts", "dataset")}
     yield from ((field, place) for field, place in named.items() if place is not None)
+
+
+def _is_there(folder: str, place: str) -> bool:
+    """Whether a path or a pattern is in a folder."""
+    found = [place, *glob.iglob(place, root_dir=folder, recursive=True)]
+    return any(os.path.lexists(os.path.join(folder, one)) for one in found)
 
 
 def _shorten(path: Path, written: Path) -> Path:

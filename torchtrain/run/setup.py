@@ -199,6 +199,11 @@ def set_up(
         )
     steps, per_step = config.train.steps, config.train.sequences_per_step
     log(f"training  {steps:,} steps of {per_step} rows: {steps * per_step / len(rows):.2g} epochs")
+    if per_step > len(rows):
+        log(
+            f"warning   train.sequences_per_step {per_step:,} is more than the {len(rows):,} rows that there are: "
+            "a step takes some more than once; lower it, shorten pack.sequence_length, or add documents"
+        )
     verified()
     record = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

@@ -196,6 +196,19 @@ def test_a_zst_file_that_is_cut_off_or_other_is_refused(tmp_path, damage, reason
         list(items(str(path), {}))
 
 
+@pytest.mark.parametrize(("window", "frames"), [(27, 1), (28, 0), (28, 2), (31, 1)])
+def test_a_zst_file_with_a_long_window_is_read_or_says_how_to_pack_it_again(tmp_path, window, frames):
+    path, plain = tmp_path / "a.jsonl.zst", b"".join(LINES[:5])
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=window)
+    long = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # of unknown size: keeps its window
+    path.write_bytes(zst(*[plain] * frames) + long.compress(plain) + long.flush())
+    if window == 27:
+        assert len(list(items(str(path), {}))) == 10
+    else:
+        said = refused(lambda: list(items(str(path), {})))
+        assert said.startswith(f"data.sources: {path} was packed with a window of more than 128 MiB (zstd --long); ")
+
+
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_compressed_file_without_a_byte_was_cut_off(tmp_path, suffix):
     """Beside others it would lose its documents in silence. A plain one may be empty."""

@@ -15,7 +15,9 @@ from torchtrain.checkpoint.identity import (
 )
 from torchtrain.checkpoint.manifest import versions
 from torchtrain.config import load_config
+from torchtrain.run.folder import RunFolder
 from torchtrain.tests.checkpoint_fixtures import IDENTITY, LAYOUT, make_strategy, save
+from torchtrain.tests.tiny import refused
 
 
 @pytest.fixture
@@ -85,3 +87,44 @@ def test_what_moves_last_digits_is_told(saved):
     told += "deterministic False then, True now, "
     assert describe_changes(older, here) == f"{told}torch 1.0 then, {torch.__version__} now"
     assert list(differences({"a": 1}, {"b": 1})) == [("a", 1, "nothing"), ("b", "nothing", 1)]
+
+
+@pytest.mark.parametrize(
+    ("field", "place", "free"),
+    [
+        ("model.source", "base", True),
+        ("model.source", "./deep/base", True),
+        ("data.prepared", "deep/store", True),
+        ("data.sources.0.files", "texts.jsonl", False),
+        ("data.sources.0.files", "te*.jsonl", False),
+        ("data.sources.0.texts", "deep/**", False),
+    ],
+)
+def test_a_relative_path_resumed_from_elsewhere_says_where_it_is(
+    tree, write_config, tmp_path, monkeypatch, field, place, free
+):
+    began, other = tmp_path / "began", tmp_path / "other"
+    (began / "deep" / "base").mkdir(parents=True)
+    for path in (began / "base", began / "deep" / "store", other):
+        path.mkdir()
+    (began / "texts.jsonl").touch()
+    if field.startswith("data.sources"):
+        tree["data"]["sources"] = [{field.rpartition(".")[2]: place}]
+    changes = [f"{field}={place}"] if free else []
+    config, folder = (
+        load_config(write_config(tree), [*changes, f"run.folder={tmp_path / 'run'}"]),
+        RunFolder(tmp_path / "run"),
+    )
+    monkeypatch.chdir(began)
+    with folder.create(config, {"identity": {}}, replace=False):
+        folder.check_places(config)
+    monkeypatch.chdir(other)
+    advice = f", or give {field}={began / place}" if free else ""
+    expected = f"{field}: {config.model.source if field == 'model.source' else place} is not in {other}; "
+    expected += f"the run began in {began}: resume it from there{advice}"
+    assert refused(lambda: folder.check_places(config)) == expected
+    for path in ("base", "deep", "texts.jsonl"):  # what is here, or in neither place, is for others to say
+        (began / path).rename(other / path)
+    folder.check_places(config)
+    monkeypatch.chdir(began)
+    folder.check_places(config)

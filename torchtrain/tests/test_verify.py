@@ -121,6 +121,19 @@ def test_rows_without_a_target_are_refused(tree, write_config, tmp_path):
     assert not Path(config.run.folder).exists()
 
 
+def test_more_rows_a_step_than_there_are_is_warned_of(tree, write_config):
+    rows, warned = len(set_up(config_of(tree, write_config), lambda line: None).rows), {}
+    for more in (0, 1, 70):
+        said: list[str] = []
+        set_up(config_of(tree, write_config, f"train.sequences_per_step={rows + more}"), said.append)
+        warned[more] = [line for line in said if line.startswith("warning")]
+    assert not warned[0]
+    for more in (1, 70):
+        assert warned[more][0].startswith(
+            f"warning   train.sequences_per_step {rows + more} is more than the {rows} rows"
+        )
+
+
 def test_copies_and_written_special_tokens_are_told(tree, write_config, tmp_path):
     path = tmp_path / "copies.jsonl"
     texts = [f"text {i % 20} of twenty" + (" </s>" if i % 20 == 3 else "") for i in range(200)]

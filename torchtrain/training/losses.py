@@ -33,10 +33,7 @@ class Mean:
 
 
 class Losses:
-    """The mean loss over all labelled tokens, and over each domain.
-
-    With `pack.cross_document_targets` the anchor has a label and no domain: it counts only in `overall`.
-    """
+    """The mean loss over all labelled tokens, and over each domain."""
 
     def __init__(self, domains: Sequence[str]) -> None:
         self.overall = Mean()
