@@ -31,10 +31,10 @@ def quoted_reason(error: object) -> str:
 
 def one_line(message: object) -> str:
     """Return a text as one line for any terminal: white space is folded, unprintable characters are escaped."""
-    return "".join(_printable(c) for c in " ".join(str(message).split()))
+    return printable(" ".join(str(message).split()))
 
 
-def _printable(character: str) -> str:
-    if character.isprintable():
-        return character
-    return character.encode("unicode_escape", "backslashreplace").decode("ascii")
+def printable(text: str) -> str:
+    """Return a text with every unprintable character but tabs and ends of lines escaped."""
+    escaped = (c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in text)
+    return text if text.isprintable() else "".join(escaped)

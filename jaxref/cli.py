@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from anchorline.command import finite, make_app
 from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
+from anchorline.terminal import Console, print
 
 PLUGINS = ("ropestudy.cli",)  # modules above this package that add verbs to `app` when they are imported
 app = make_app("jaxref", "Anchorline's oracle: the right number, and which rounding moves it.")

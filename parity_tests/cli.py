@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from anchorline.command import INTERRUPTED, MISTAKE, Leave, make_app
+from anchorline.terminal import print
 
 app = make_app(
     "parity",
@@ -248,8 +249,7 @@ def check(
 
     Example: parity check mypackage.attention:my_varlen_attention --dtypes bfloat16
     """
-    from rich.console import Console
-
+    from anchorline.terminal import Console
     from parity_tests.check import check_attention, declare
     from parity_tests.checking.target import load_target
 
@@ -301,7 +301,7 @@ def zoo(
 
     Example: parity zoo configs/parity/ci.yaml rope_interleaved causal_top_left
     """
-    from rich.console import Console
+    from anchorline.terminal import Console
 
     if list_only:
         from parity_tests.zoo import discover
@@ -414,8 +414,9 @@ def _leave_traces(report: Any, out: Path | None, format_: str) -> None:
 
 
 def _show_case(case: Any) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from anchorline.terminal import Console
 
     places: dict[str, list[Any]] = {}
     for measure in case.measures:
@@ -432,8 +433,9 @@ def _show_case(case: Any) -> None:
 @contextmanager
 def _progress() -> Iterator[Any]:
     """A bar on standard error, and above it a line for each step that is done."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from anchorline.terminal import Console
 
     console = Console(stderr=True)
     columns = (TextColumn("parity"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

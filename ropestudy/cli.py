@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from anchorline.command import INTERRUPTED, Leave
+from anchorline.terminal import Console, print
 from jaxref.cli import app, main
 
 

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import yaml
-from rich.console import Console
 
+from anchorline.terminal import Console
 from parity_tests.gate import corpus as small
 from parity_tests.gate.case import CHUNKS, RUN_STEPS, GateCase, rope_settings
 from parity_tests.oracle import Arrays

@@ -25,7 +25,7 @@ class DamageError(UserError):
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunProgress(_Strict):
@@ -90,8 +90,12 @@ class Manifest(_Strict):
             if digest != _digest(content):
                 raise DamageError(f"{path}: is not as it was written (its SHA-256 differs)")
             manifest = cls.model_validate_json(json.dumps(content))
-            if not manifest.files:
-                raise DamageError(f"{path}: files: is empty")
+            states, generators = (sum(name.startswith(of) for name in manifest.files) for of in ("state", "rng"))
+            if not states or generators != manifest.layout.processes:
+                raise DamageError(
+                    f"{path}: files: has {states} of states and {generators} of generators, and layout.processes is "
+                    f"{manifest.layout.processes}"
+                )
             return manifest
         except OSError as error:
             raise DamageError(f"{path}: {str(error.strerror).lower()}") from None

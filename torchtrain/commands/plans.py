@@ -9,6 +9,7 @@ import typer
 from anchorline.command import finite
 from anchorline.errors import UserError, quoted
 from anchorline.files import expand
+from anchorline.terminal import print
 from torchtrain.commands.arguments import MOST, MOST_PROCESSES, ConfigFile, Overrides
 from torchtrain.commands.ending import report_once
 
@@ -48,7 +49,7 @@ def init(
 
         logging.disable_progress_bar()
         write_first_config(data, model, out, length)
-        typer.echo(f"config    {out}; next: torchtrain train {out}")
+        print(f"config    {out}; next: torchtrain train {out}")
 
 
 def plan(
@@ -129,7 +130,7 @@ def config(
         if key is not None:
             from torchtrain.config.reference import explain_settings
 
-            typer.echo(explain_settings(key))
+            print(explain_settings(key))
             return
         if file is None:
             raise UserError("FILE: is missing; give a YAML config, or --explain KEY")
@@ -139,4 +140,4 @@ def config(
 
         resolved = load_config(file, overrides or [])
         typer.echo(dump_config(resolved), nl=False)
-        typer.echo(f"# saves {describe_schedule(resolved.save, resolved.train)}; `torchtrain plan` counts the bytes")
+        print(f"# saves {describe_schedule(resolved.save, resolved.train)}; `torchtrain plan` counts the bytes")

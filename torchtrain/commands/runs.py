@@ -10,6 +10,7 @@ import typer
 
 from anchorline.errors import UserError, quoted
 from anchorline.files import resolve
+from anchorline.terminal import print
 from torchtrain.commands.arguments import MOST, ConfigFile, Overrides
 from torchtrain.commands.ending import report_once
 
@@ -78,9 +79,9 @@ def _check_cheaply(config: "Config") -> None:
 
 def _run(run: Callable[[], Any]) -> None:
     """Train, and print the result."""
-    from rich.console import Console
     from transformers.utils import logging
 
+    from anchorline.terminal import Console
     from torchtrain.run.report import final_table
 
     # Our own checks replace the warnings of transformers.
@@ -145,7 +146,7 @@ def status(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the ru
         from torchtrain.run.status import status_lines
 
         for line in status_lines(folder):
-            print(line)
+            print(line.replace("\n", "\\n"))
 
 
 def verify(
@@ -164,7 +165,7 @@ def verify(
 
         good = True
         for finding in verify_folder(folder):
-            print(finding)
+            print(str(finding).replace("\n", "\\n"))
             good &= finding.good
         if not good:
             raise typer.Exit(1)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import read_json, replace_file, resolve_folder
+from anchorline.terminal import Console, print
 from torchtrain import data
 from torchtrain.config import Preparation
 from torchtrain.data import TokenStore

@@ -47,9 +47,10 @@ class ScoreFigure(NamedTuple):
 def print_tables(tables: Sequence[ScoreTable]) -> None:
     """Print tables for a person."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
+
+    from anchorline.terminal import Console
 
     console = Console()
     console.width = max(console.width, 160)  # of a narrow terminal lines go on below: no number is cut

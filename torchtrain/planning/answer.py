@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from anchorline.errors import UserError, quoted
+from anchorline.terminal import Console, print
 from torchtrain.config import Config
 from torchtrain.distributed.layout import check_layout
 from torchtrain.modeling.source import find_published

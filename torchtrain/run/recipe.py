@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from anchorline.errors import UserError
 from anchorline.files import resolve
+from anchorline.terminal import Console
 from torchtrain.attention import make_plan
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.checkpoint.state import fill_masters, state_of

@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.status import Status
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anchorline.errors import UserError
+from anchorline.terminal import Console
 from torchtrain import data
 from torchtrain.config import Config, LogConfig
 from torchtrain.distributed.world import World

@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import pickle
 import random
@@ -25,7 +27,7 @@ from torchtrain.distributed.world import ALONE
 from torchtrain.run.lock import hold, is_held
 from torchtrain.tests.checkpoint_fixtures import TRAIN, contents, make_strategy, same, save
 from torchtrain.tests.runs import unprivileged
-from torchtrain.tests.tiny import tiny_model
+from torchtrain.tests.tiny import refused, tiny_model
 from torchtrain.training.events import MetricsFile, read_metrics
 from torchtrain.training.strategy import Replicated
 
@@ -108,6 +110,44 @@ def test_nothing_is_removed_before_the_new_one_is_there(checkpoints, monkeypatch
 
 
 # --- damage of every kind, and hostile files --------------------------------------------------------------------------
+
+
+STATE, OTHER = "state-00000-000.safetensors", {"bytes": 3, "sha256": "0"}
+LIES = [
+    *(("files", value) for value in ({}, [], {"x.bin": OTHER}, {f"../{STATE}": OTHER}, {STATE: 3})),
+    *((f"files.{name}", value) for name in (STATE, "rng-00000.safetensors") for value in (None, OTHER, {"bytes": -1})),
+    *(("files.state-00001-000.safetensors", value) for value in (OTHER, {"bytes": 2**70, "sha256": ""})),
+    *(("parameters", value) for value in ({}, [], {"x": [2]}, {"x": ["2"]})),
+    *((f"progress.{name}", -1) for name in ("step", "updates", "tokens_seen", "skipped_steps")),
+    *(("progress.step", value) for value in (2, 2**70, 1.0, "1", True, None)),
+    *(("progress.recent_losses", value) for value in (["a"], [float("nan")], 3)),
+    *(("progress.before", value) for value in ([[1.0]], [[1.0, 2.5]])),
+    *(("layout.processes", value) for value in (0, -1, 2, 2**62)),
+    *(("", value) for value in (None, [], 3)),
+    *(("surplus", 1), ("identity", []), ("config", None)),
+]
+
+
+@pytest.mark.parametrize(("place", "value"), LIES)
+def test_a_manifest_whose_digest_fits_and_whose_content_does_not_is_refused(checkpoints, place, value):
+    strategy = make_strategy()
+    save(checkpoints, 1, strategy)
+    path = checkpoints.path(1) / MANIFEST
+    tree = {"": json.loads(path.read_text())}
+    del tree[""]["sha256"]
+    *above, key = [""] if not place else ["", *place.split(".", 1)]
+    branch = tree
+    for name in above:
+        branch = branch[name]
+    if value is None and place.startswith("files."):
+        del branch[key]
+    else:
+        branch[key] = value
+    content = tree[""]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(content | {"sha256": digest} if isinstance(content, dict) else content))
+    said = refused(lambda: checkpoints.load(state_of(strategy), checkpoints.open(), ALONE))
+    assert str(checkpoints.path(1)) in said
 
 
 class Hostile:

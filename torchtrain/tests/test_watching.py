@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from anchorline.errors import UserError
+from torchtrain.cli import app
 from torchtrain.config import SaveConfig, load_config
 from torchtrain.run import recipe, report
 from torchtrain.run.recipe import train
@@ -57,6 +58,23 @@ def test_status_tells_and_touches_nothing(place, straight, interrupted):
     finished = list(status_lines(straight))
     assert finished[0].endswith("finished")
     assert finished[-1] == f"model      {straight / 'model'}"
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2Jb", "\x1b]0;title\x07", "x\r\ny", "\u202eabc"])
+def test_a_name_writes_no_escape_codes(stopped, tmp_path, name, capsys):
+    """A run's folder, a model that it exported, a bad step, and a file of a source."""
+    run = Path(shutil.copytree(stopped, tmp_path / name))
+    (run / "bad_steps").mkdir()
+    (run / "bad_steps" / f"step-{name}.json").write_text('{"step": 3}')
+    (run / "checkpoints" / "step-00000004" / name).touch()
+    for verb in ("status", "verify", "resume"):
+        arguments = [verb, str(run)] + ["train.learning_rate=1"] * (verb == "resume")
+        with pytest.raises(SystemExit):
+            app(arguments)
+    said = capsys.readouterr()
+    shown = name.encode("unicode_escape").decode()
+    assert said.out.count(shown) >= 4
+    assert all(line.isprintable() and line for line in (said.out + said.err).splitlines())
 
 
 @pytest.mark.parametrize("damaged", [False, True])
