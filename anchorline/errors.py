@@ -1,7 +1,9 @@
 """How messages to a user are written: a mistake is one printable line, and values in it are quoted and short."""
 
+import builtins
 import os
 from pathlib import Path
+from typing import Any
 
 _MOST_QUOTED, _MOST_OF_A_REASON = 120, 300
 
@@ -38,3 +40,8 @@ def printable(text: str) -> str:
     """Return a text with every unprintable character but tabs and ends of lines escaped."""
     escaped = (c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in text)
     return text if text.isprintable() else "".join(escaped)
+
+
+def print(*parts: object, **how: Any) -> None:
+    """Print as Python does, with unprintable characters escaped: names and others' texts may hold escape codes."""
+    builtins.print(*(printable(str(part)) for part in parts), **how)

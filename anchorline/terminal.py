@@ -1,9 +1,5 @@
-"""The road to a terminal: what is printed, and rich's console, write nothing raw that would move or change it.
+"""rich's console for names of folders, domains and tasks, and texts of others, which may hold escape codes."""
 
-Names of folders, domains and tasks, texts and errors of libraries may hold escape codes.
-"""
-
-import builtins
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,8 +16,3 @@ class Console(rich.console.Console):
         """Render as rich does, with unprintable characters escaped."""
         for text, style, control in super().render(*what, **how):
             yield Segment(text if control else printable(text), style, control)
-
-
-def print(*parts: object, **how: Any) -> None:
-    """Print as Python does, with unprintable characters escaped."""
-    builtins.print(*(printable(str(part)) for part in parts), **how)

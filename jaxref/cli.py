@@ -10,9 +10,9 @@ import typer
 from rich.table import Table
 
 from anchorline.command import finite, make_app
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError, print, quoted
 from anchorline.files import read_json
-from anchorline.terminal import Console, print
+from anchorline.terminal import Console
 
 PLUGINS = ("ropestudy.cli",)  # modules above this package that add verbs to `app` when they are imported
 app = make_app("jaxref", "Anchorline's oracle: the right number, and which rounding moves it.")

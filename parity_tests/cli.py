@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from anchorline.command import INTERRUPTED, MISTAKE, Leave, make_app
-from anchorline.terminal import print
+from anchorline.errors import print
 
 app = make_app(
     "parity",

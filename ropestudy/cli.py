@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from anchorline.command import INTERRUPTED, Leave
-from anchorline.terminal import Console, print
+from anchorline.errors import print
+from anchorline.terminal import Console
 from jaxref.cli import app, main
 
 

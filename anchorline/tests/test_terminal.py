@@ -8,7 +8,8 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from anchorline.terminal import Console, print
+from anchorline.errors import print
+from anchorline.terminal import Console
 
 NAMES = ["a\x1b[2Jb", "\x1b]0;title\x07", "x\ry", "b\x08\x9b31m", "\u202eabc", "\udc80", "\x1b[1A\x1b[2K", "\0"]
 

@@ -12,9 +12,8 @@ import torch
 
 import torchtrain
 from anchorline.environment import git_state, processor, versions
-from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.errors import UserError, disk_fault, print, quoted
 from anchorline.files import replace_file, resolve_folder
-from anchorline.terminal import print
 from torchtrain.bench.attention import measure_attention
 from torchtrain.bench.config import BenchConfig
 from torchtrain.bench.measure import Clock, format_spread, open_clock

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from anchorline.terminal import print
+from anchorline.errors import print
 from torchtrain.commands.arguments import Overrides
 from torchtrain.commands.ending import report_once
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import yaml
 
-from anchorline.errors import UserError, disk_fault, quoted, quoted_reason
+from anchorline.errors import UserError, disk_fault, print, quoted, quoted_reason
 from anchorline.files import expand, write_file
-from anchorline.terminal import print
 from torchtrain.config import Config, DataConfig, Source, load_config
 from torchtrain.data import check_tokenizer
 from torchtrain.data.corpus import BadRecord, Document, read

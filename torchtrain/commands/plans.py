@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from anchorline.command import finite
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError, print, quoted
 from anchorline.files import expand
-from anchorline.terminal import print
 from torchtrain.commands.arguments import MOST, MOST_PROCESSES, ConfigFile, Overrides
 from torchtrain.commands.ending import report_once
 

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError, print, quoted
 from anchorline.files import resolve_folder
 from anchorline.marked import read_marked
-from anchorline.terminal import print
 from torchtrain.commands.arguments import MOST, MOST_PROCESSES, Overrides
 from torchtrain.commands.ending import report_once
 

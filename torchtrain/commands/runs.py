@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError, print, quoted
 from anchorline.files import resolve
-from anchorline.terminal import print
 from torchtrain.commands.arguments import MOST, ConfigFile, Overrides
 from torchtrain.commands.ending import report_once
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.errors import UserError, disk_fault, print, quoted
 from anchorline.files import read_json, replace_file, resolve_folder
-from anchorline.terminal import Console, print
+from anchorline.terminal import Console
 from torchtrain import data
 from torchtrain.config import Preparation
 from torchtrain.data import TokenStore

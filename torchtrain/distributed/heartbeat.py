@@ -16,8 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from anchorline.errors import UserError
-from anchorline.terminal import print
+from anchorline.errors import UserError, print
 from torchtrain.distributed.signals import ignore_signals
 from torchtrain.errors import OtherRankFailed, RankLost, Terminated
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from anchorline.errors import UserError, quoted
-from anchorline.terminal import Console, print
+from anchorline.errors import UserError, print, quoted
+from anchorline.terminal import Console
 from torchtrain.config import Config
 from torchtrain.distributed.layout import check_layout
 from torchtrain.modeling.source import find_published
