@@ -267,6 +267,7 @@ def test_the_order_is_that_of_the_computation(tmp_path):
     assert list(open_dump(path, tmp_path / "order.txt").arrays) == names[::-1]
 
 
+@pytest.mark.sweep
 def test_memory_is_that_of_a_block_and_not_of_the_array(tmp_path):
     """Files with a hole, read by a process of its own: 64 MiB and twice 128."""
     count = 2**25

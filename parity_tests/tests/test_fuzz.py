@@ -4,12 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.fuzz_inputs import KINDS
 
 ROOT = Path(__file__).parents[2]
 EACH = 4  # inputs of a kind
 
 
+@pytest.mark.sweep
 def test_damaged_inputs_give_one_line():
     command = [sys.executable, "-m", "benchmarks.fuzz", "--quick", "--seed", "0", "--count", str(EACH * len(KINDS))]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -384,6 +384,7 @@ def kill_this_process(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.sweep  # two processes that import everything
 def test_a_killed_worker_ends_the_run(monkeypatch):
     monkeypatch.setattr(run, "_run_group", kill_this_process)
     with pytest.raises(Leave, match="--workers 2: a worker was killed") as left:

@@ -27,6 +27,7 @@ for missing, modules in {steps!r}:
 """
 
 
+@pytest.mark.sweep  # import-linter reads the same of the sources
 @pytest.mark.parametrize("packages", [("anchorline", "jaxref", "ropestudy"), ("torchtrain",)])
 def test_a_package_works_where_the_other_side_is_not_installed(packages):
     """Import every module in a process in which the forbidden packages cannot be imported."""

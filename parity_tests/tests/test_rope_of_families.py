@@ -18,6 +18,7 @@ from torchtrain.modeling.rope import describe, extend
 from torchtrain.tests.tiny import tiny_config, tiny_model
 
 
+@pytest.mark.sweep
 def test_every_family_keeps_what_its_config_says_or_refuses():
     with families._quiet():
         section = extensions.describe(families.causal_families())

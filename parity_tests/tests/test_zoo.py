@@ -55,6 +55,7 @@ def test_every_bug_says_what_it_is_and_where_it_happened():
             assert "\n" not in line
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_bug_is_caught(name, tries):
     bug = BUGS[name]

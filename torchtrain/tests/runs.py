@@ -1,9 +1,10 @@
 """Small runs in processes of their own, and what two of them must have in common."""
 
+import itertools
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ from torchtrain.tests.tiny import tiny_settings
 STEPS = 6
 
 
+TIME_LIMIT = 900  # seconds in which a process ends on any machine, however busy: only one that hangs takes longer
+_ports = itertools.count(os.getpid() * 40)
+
+
 def free_port() -> int:
-    """Return a port of this machine that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Return a port that is free now, of those below 30,000: the system itself hands out none of them."""
+    while True:
+        port = 10_000 + next(_ports) % 20_000
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Place:

@@ -16,7 +16,7 @@ from torchtrain.tests.tiny import refused
 from torchtrain.training import step
 from torchtrain.training.events import read_metrics
 
-LONG = 30.0  # seconds after which a thread that waits for what does not come goes on, and the test fails
+LONG = 300.0  # seconds after which a thread that waits for what does not come goes on, and the test fails
 
 
 class Order:

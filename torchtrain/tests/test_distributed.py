@@ -31,7 +31,7 @@ from torchtrain.distributed.ulysses import _pass_windows_and_sinks
 from torchtrain.distributed.world import World
 from torchtrain.run.recipe import train
 from torchtrain.tests.forks import ROOT, forks
-from torchtrain.tests.runs import free_port
+from torchtrain.tests.runs import TIME_LIMIT, free_port
 from torchtrain.tests.tiny import POSITIONS, tiny_config
 from torchtrain.training.events import read_metrics
 
@@ -256,6 +256,7 @@ def test_a_run_on_two_processes_leaves_what_a_run_on_one_does(tree, write_config
     assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_masters_begin_at_the_files_own_precision(tree, write_config, tmp_path, zero_stage):
     """A float32 file is not rounded to the model's bfloat16 first. The steps here are too small to move a weight."""
@@ -306,6 +307,7 @@ def test_a_mistake_is_one_line_whichever_rank_finds_it(tree, write_config, tmp_p
 # --- two nodes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_two_nodes_leave_one_run(tree, write_config, tmp_path):
     path, short = write_config(tree), ("train.steps=2", "held_out.sequences=1", f"run.folder={tmp_path / 'nodes'}")
     endpoint = f"127.0.0.1:{free_port()}"
@@ -322,7 +324,7 @@ def test_two_nodes_leave_one_run(tree, write_config, tmp_path):
         )
         for _ in range(2)
     ]
-    outputs = [node.communicate(timeout=280) for node in nodes]
+    outputs = [node.communicate(timeout=TIME_LIMIT) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     # Rank 0 speaks, on whichever node it is.
     assert sum(output.count("Held-out loss") for output, _ in outputs) == 1

@@ -55,6 +55,7 @@ ALL_LONG = {"set": {"torchtrain.run.recipe._LONG": 0.0}}
 DROPOUT = ("model.lora.rank=2", "model.lora.dropout=0.5")  # draws random numbers in every micro-batch
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("overrides", "nth", "steps", "number", "code", "how"),
     [
@@ -82,6 +83,7 @@ def test_a_signal_in_a_long_step_does_not_wait_for_its_end(place, straight, over
     assert_same(folder, place.folder / "straight-dropout" if overrides else straight, but=OTHER_CHECKPOINTS)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("phase", "number", "said"),
     [
@@ -107,6 +109,7 @@ def test_a_signal_that_a_library_swallows_is_obeyed_before_the_first_step():
             pytest.fail("the steps began")
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("phase", "nth", "steps", "number", "code", "told"),
     [
@@ -286,6 +289,7 @@ def test_a_changed_data_set_tokenizer_or_model(place, interrupted):
     assert (place.folder / interrupted / "metrics.jsonl").read_bytes() == metrics, "nothing was touched"
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("lora", "nth"), [((), 1), (("model.lora.rank=2",), 3)])  # killed in step `nth`
 def test_the_weights_with_which_a_run_began_may_move_and_not_change(place, straight, tmp_path, lora, nth):
     source, name = tmp_path / "source", f"weights-{len(lora)}-{nth}"

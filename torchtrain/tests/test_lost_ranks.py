@@ -69,13 +69,14 @@ def test_nodes_that_do_not_share_the_folder(place):
 
 def test_a_process_that_hangs_stops_the_other(place):
     """It lives and does nothing: no connection breaks, and a collective alone would wait for half an hour."""
-    constants = QUICK | {"torchtrain.distributed.heartbeat.PATIENCE": 2.0}
+    constants = QUICK | {"torchtrain.distributed.heartbeat.PATIENCE": 6.0}  # a busy machine may hold one up for 2
     stop: dict[str, Any] = {"at": "gradient", "nth": 5, "rank": 1, "signal": signal.SIGSTOP}
     codes = place.train("hangs", *TWO, processes=2, set=constants, **stop)
     assert codes == [1, -signal.SIGKILL]
-    assert place.last_line("hangs") == "torchtrain: rank 0: stopped, because rank 1 has given no sign of life for 2 s"
+    assert place.last_line("hangs") == "torchtrain: rank 0: stopped, because rank 1 has given no sign of life for 6 s"
 
 
+@pytest.mark.sweep
 def test_a_process_killed_while_both_save(place, straight_on_two):
     codes = place.train("two-state", *TWO, processes=2, at="state", nth=2, rank=1, set=QUICK)
     assert codes == [1, -signal.SIGKILL]
@@ -84,6 +85,7 @@ def test_a_process_killed_while_both_save(place, straight_on_two):
     assert_same(place.folder / "two-state", straight_on_two)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("name", "number", "code", "ranks", "long", "saved"),
     [
@@ -108,6 +110,7 @@ def test_a_signal_to_one_or_both_of_two_processes_saves_on_both(
     assert_same(place.folder / run, straight_on_two)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("ranks", "agent", "number", "code", "said"),
     [

@@ -26,7 +26,7 @@ def test_the_next_is_made_while_one_is_used():
     for place, made in enumerate(make_ahead(make, range(4), CPU)):
         assert made == 10 * place
         if place < 3:
-            assert began[place + 1].wait(timeout=60), "it would only begin when it is asked for"
+            assert began[place + 1].wait(timeout=300), "it would only begin when it is asked for"
         assert not any(began[number].is_set() for number in range(place + 2, 4)), "one ahead, no more: they take memory"
     assert threads != {threading.main_thread()}
     assert not any(thread.is_alive() for thread in threads)

@@ -13,6 +13,7 @@ from anchorline.errors import UserError
 from torchtrain.config import DataConfig, Source
 from torchtrain.data import DomainSummary, PreparationProgress, fingerprint, prepare
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
+from torchtrain.tests.runs import TIME_LIMIT
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_two_processes_at_once_make_one_store(tmp_path):
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=60) for process in processes]
+    outputs = [process.communicate(timeout=TIME_LIMIT) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     expected = f"20000 {sum(i % 50 + 3 + 4 + 2 for i in range(20_000))}"
     assert sorted(out.strip() for out, _ in outputs) == [f"tokenised {expected}", f"tokens reused {expected}"]

@@ -24,7 +24,7 @@ from torchtrain.errors import TasksUnfinished
 from torchtrain.run.verify import read_training
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 from torchtrain.tests.killed_worker import KilledOnce, prepare_waiting
-from torchtrain.tests.runs import flip
+from torchtrain.tests.runs import TIME_LIMIT, flip
 from torchtrain.tests.tiny import tiny_tokenizer
 
 FILES = 5
@@ -150,7 +150,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + TIME_LIMIT
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -385,7 +385,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(preparation, tm
     said = fork.Queue()
     process = fork.Process(target=make_on_a_full_disk, args=(preparation, tmp_path / "out", said))
     process.start()
-    message = said.get(timeout=60)
+    message = said.get(timeout=TIME_LIMIT)
     process.join()
     assert re.search(r"out\.partial cannot be written: file too large.*: 6 of 6 tasks are not done", message), message
     assert not (tmp_path / "out").exists()

@@ -34,6 +34,7 @@ KILLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("phase", "nth"), KILLS)
 def test_a_run_killed_at_any_phase_is_resumed_bitwise(place, straight, phase, nth):
     name = f"{phase}-{nth}"
@@ -68,6 +69,7 @@ def soak(place) -> Soak:
     return Soak(place, seed=0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [6, 3])
 def test_a_run_killed_at_random_moments_ends_the_same(soak, number):
     """A small part of benchmarks/soak.py; number 3 is a run of two processes."""

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from torchtrain.tests.run_fixtures import WAITING
-from torchtrain.tests.runs import assert_same, free_port, tree_of
+from torchtrain.tests.runs import TIME_LIMIT, assert_same, free_port, tree_of
 
 
 def test_it_begins_goes_on_and_ends(place, straight):
@@ -60,6 +60,7 @@ cli.main()
 """
 
 
+@pytest.mark.sweep
 def test_torchrun_restarts_it_to_the_same_bits(place, tmp_path):
     """Rank 1 dies in a step, then rank 0 while both save."""
     two = ("distributed.zero_stage=0", "distributed.sequence_parallel=2", WAITING)
@@ -72,7 +73,7 @@ def test_torchrun_restarts_it_to_the_same_bits(place, tmp_path):
     command = [*torchrun, phases, "train", str(place.config), "--resume", f"run.folder={run}", *two]
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     clean = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    ended = subprocess.run(command, env=clean | own, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, env=clean | own, capture_output=True, text=True, timeout=TIME_LIMIT)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count(f"resume    from step 2 of {run}") == 2
     assert_same(run, place.folder / "restarted-not")

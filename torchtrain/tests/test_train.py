@@ -80,6 +80,7 @@ def test_loss_falls_and_the_export_loads(run, model_folder, family, variant, ove
     assert tokenizer.model_max_length == 2 * POSITIONS
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
 def test_a_family_trains_resumes_exports_and_reloads(run, tmp_path, model_folder, family):
     theta = "keep" if family == "nemotron_h" else "5e6"  # attention without RoPE

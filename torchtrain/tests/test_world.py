@@ -15,7 +15,7 @@ from torchtrain.config import load_config
 from torchtrain.distributed import world
 from torchtrain.distributed.world import check_driver, read_ranks
 from torchtrain.tests.forks import forks
-from torchtrain.tests.runs import free_port
+from torchtrain.tests.runs import TIME_LIMIT, free_port
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -67,6 +67,7 @@ def test_a_port_that_is_taken_is_one_line(tree, write_config, tmp_path):
     assert "Traceback" not in said
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("number", "code", "how"), [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")]
 )
@@ -96,7 +97,7 @@ def test_a_signal_ends_who_waits_for_the_others(tree, write_config, number, code
         )
         first.accept()
         waiting.send_signal(number)
-        _, said = waiting.communicate(timeout=60)
+        _, said = waiting.communicate(timeout=TIME_LIMIT)
     assert waiting.returncode == code
     assert f"torchtrain: rank 1: {how} while it waited for the other processes at 127.0.0.1:{port}\n" in said
 
@@ -162,7 +163,7 @@ def test_processes_connect_again_when_torchrun_restarts_them(tree, write_config,
     torchrun += [f"--master_port={free_port()}", str(tmp_path / "restarted.py"), str(write_config(tree))]
     torchrun += [str(tmp_path / "told")]
     clean = {name: value for name, value in os.environ.items() if name not in PLACE}
-    ended = subprocess.run(torchrun, env=clean, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(torchrun, env=clean, capture_output=True, text=True, timeout=TIME_LIMIT)
     assert ended.returncode == 0, ended.stderr
     assert [(tmp_path / f"told-{rank}").read_text() for rank in range(2)] == ["([0, 1], [0, 1])"] * 2
 
@@ -185,7 +186,7 @@ with heartbeat.heartbeat(0, 2):
 
 def test_a_store_that_no_longer_answers_ends_the_rank():
     ended = subprocess.run(
-        [sys.executable, "-c", SILENT_STORE], env=os.environ | PLACE, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SILENT_STORE], env=os.environ | PLACE, capture_output=True, text=True, timeout=TIME_LIMIT
     )
     assert ended.returncode == 1
     assert ended.stderr.endswith("torchtrain: rank 0: stopped, because torchrun's store is gone (no answer)\n")

@@ -10,7 +10,10 @@ from torchtrain.tests.cuda import bugs, checks, standin
 from torchtrain.tests.forks import Forks
 from torchtrain.tests.runs import assert_same, content, make_place
 
-pytestmark = pytest.mark.skipif(standin.why_not() is not None, reason=standin.why_not() or "")
+pytestmark = [
+    pytest.mark.sweep,  # a C++ compiler makes the device, half a minute
+    pytest.mark.skipif(standin.why_not() is not None, reason=standin.why_not() or ""),
+]
 
 
 @pytest.fixture(scope="module")

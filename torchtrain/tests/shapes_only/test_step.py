@@ -24,6 +24,7 @@ def tiny(tree, write_config, monkeypatch):
 # --- at full size -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_plan_of_the_papers_configs_is_what_a_step_on_eight_ranks_holds():
     """By DeepSpeed's own engine and Ulysses; and docs/running.md says both. Its table is printed by
     `python -m torchtrain.tests.shapes_only`, which measures every config.
@@ -62,6 +63,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("stage", "offload", "dtype", "recomputed", "chunk", "lora"), STAGES)
 def test_plan_of_each_stage_is_what_deepspeed_holds(tiny, monkeypatch, stage, offload, dtype, recomputed, chunk, lora):
     """A model with a head that is larger than a bucket, on eight ranks that have rows of their own.
