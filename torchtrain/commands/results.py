@@ -116,8 +116,7 @@ def compare(
     """Compare results by run and length: the paper's tables and figures, with n, intervals and what did not run.
 
     Differences are paired by sample, and by seed if there are several. A best value is bold if its intervals over
-    samples and over seeds exclude zero; that needs seeds. Results of different samples or lengths are refused. The
-    paper's numbers for the same model, data, variant and length are in a separate table, and in no mean or figure.
+    samples and over seeds exclude zero; that needs seeds. Results of different samples or lengths are refused.
 
     Example: torchtrain compare runs/full runs/intra runs/anchor --out runs/tables
 
@@ -125,14 +124,11 @@ def compare(
     """
     with report_once():
         from torchtrain.evaluation.compare import compare as tables_of
-        from torchtrain.evaluation.published import PLACE, load_published
         from torchtrain.evaluation.tables import TABLES, print_tables, write_document, write_tables
 
         if document is not None:
             read_marked(document, [TABLES])  # refuse a wrong file before writing
-        if not PLACE.is_file():
-            print(f"{PLACE} is not in this folder: the paper's numbers are left out", file=sys.stderr)
-        tables, facts, measured = tables_of(runs, last, load_published() if PLACE.is_file() else None)
+        tables, facts, measured = tables_of(runs, last)
         print_tables(tables)
         if out is None and document is None:
             return

@@ -21,16 +21,14 @@ from torchtrain.evaluation.intervals import (
 )
 from torchtrain.evaluation.measured import (
     Average,
-    Column,
     Measured,
     check_alike,
     format_length,
     read_measured,
     ruler_averages,
 )
-from torchtrain.evaluation.published import Publication, notes_of, published_scores
 from torchtrain.evaluation.results import Result
-from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, LONGBENCH_E_PARTS, benchmark_of
+from torchtrain.evaluation.suite import LONGBENCH, LONGBENCH_E_PARTS, benchmark_of
 from torchtrain.evaluation.tables import ScoreTable
 
 _FEWEST_DOCUMENTS = 3  # for an interval
@@ -42,18 +40,17 @@ ONE_SEED = (
 
 def tables_of_run(results: Iterable[Result]) -> list[ScoreTable]:
     """Return the tables of one run."""
-    return _tables([Measured("score").add(results)], None)
+    return _tables([Measured("score").add(results)])
 
 
 def compare(
-    folders: Sequence[Path | str], last: int | None = None, published: Publication | None = None
+    folders: Sequence[Path | str], last: int | None = None
 ) -> tuple[list[ScoreTable], dict[str, str], list[Measured]]:
     """Return the tables of runs, a line about each run, and their results.
 
     Args:
         folders: runs that were evaluated, or folders of results; `NAME=RUN,RUN`: runs of several seeds as one.
         last: how many checkpoints of each run at most, the last ones; None: all.
-        published: the paper's numbers; they are shown next to a run that was trained and measured alike.
 
     Raises:
         UserError: a folder holds no results or damaged ones; or runs were not measured alike.
@@ -64,7 +61,7 @@ def compare(
         raise UserError(f"RUN: two are called {quoted(twice)}, and a table could not tell them apart; rename a folder")
     for other in runs[1:]:
         check_alike(runs[0], other)
-    return _tables(runs, published), {run.name: _describe(run) for run in runs}, runs
+    return _tables(runs), {run.name: _describe(run) for run in runs}, runs
 
 
 def _describe(run: Measured) -> str:
@@ -76,7 +73,7 @@ def _describe(run: Measured) -> str:
     return f"{first.source}: {names}; {first.settings.dtype} on {first.versions.get('torch', '')}{anchor}"
 
 
-def _tables(runs: list[Measured], published: Publication | None) -> list[ScoreTable]:
+def _tables(runs: list[Measured]) -> list[ScoreTable]:
     first = runs[0]
     tables: list[tuple[str, str, dict[str, Average]]] = []  # title, what its rows are, rows
     for title, by_length in ruler_averages(first).items():
@@ -87,8 +84,7 @@ def _tables(runs: list[Measured], published: Publication | None) -> list[ScoreTa
         parts = dict.fromkeys(answer.part for answer in first.tasks[key][0].answers)
         rows = {part: Average([key], part=part) for part in parts}
         tables.append((f"Perplexity by position at {key[1]:,} tokens", "positions", rows))
-    paper = {} if published is None else {run.name: published_scores(run, published) for run in runs}
-    return [_table(*table, runs, paper, published) for table in tables]
+    return [_table(*table, runs) for table in tables]
 
 
 def _task_rows(run: Measured, length: int) -> dict[str, Average]:
@@ -104,41 +100,21 @@ def _task_rows(run: Measured, length: int) -> dict[str, Average]:
     asked = {task for task, n in run.asked if n == length and task != "perplexity"}
     benchmarks = dict.fromkeys(["ruler", "longbench", *sorted({benchmark_of(task) for task in asked})])
     for task in [task for name in benchmarks if name != "mmlu" for task in run.names(name) if task in asked]:
-        rows[task] = Average([(task, length)], published=("ruler_tasks", length, task))
-    if HELLASWAG in rows:
-        rows[HELLASWAG] = Average([(HELLASWAG, length)], published=("short", None, "HellaSwag"))
+        rows[task] = Average([(task, length)])
     if subjects := [(task, length) for task in run.names("mmlu") if task in asked]:
         rows[f"mmlu, {len(subjects)} of 57 subjects"] = Average(subjects, pooled=True)
     return rows
 
 
-def _table(
-    title: str,
-    what: str,
-    rows: dict[str, Average],
-    runs: list[Measured],
-    paper: dict[str, dict[Column, tuple[float, int]]],
-    published: Publication | None,
-) -> ScoreTable:
-    """Return a table with a column for each run, one for each difference from the first, and the paper's numbers."""
+def _table(title: str, what: str, rows: dict[str, Average], runs: list[Measured]) -> ScoreTable:
+    """Return a table with a column for each run, and one for each difference from the first."""
     first, *others = runs
     head = [what, *(run.name for run in runs), *(f"{run.name} - {first.name}" for run in others)]
     body = {
         name: [*_cells(runs, average), *(_format_difference(run, first, average) for run in others)]
         for name, average in rows.items()
     }
-    notes, shown = (_notes_of_losses if what == "positions" else _notes)(runs, [*rows.values()]), []
-    for run in runs:
-        known = paper.get(run.name, {})
-        found = {name: known.get(of.published) for name, of in rows.items() if of.published and not of.missing(run)}
-        if any(found.values()):
-            shown.append(run.results()[0].training)
-            head.append(f"{run.name}, published")
-            for name, cells in body.items():
-                number = found.get(name)
-                cells.append("" if number is None else "{:g} (table {})".format(*number))
-    if shown and published is not None:
-        notes += notes_of(published, shown)
+    notes = (_notes_of_losses if what == "positions" else _notes)(runs, [*rows.values()])
     return ScoreTable(title, head, [*body.items()], notes)
 
 

@@ -147,12 +147,10 @@ def check_suite(suite: Suite, lengths: Sequence[int]) -> None:
     """Check what needs no model.
 
     Raises:
-        UserError: an unknown task, perplexity by vLLM, or a package that is missing.
+        UserError: an unknown task, or a package that is missing.
     """
-    for package in ("lm_eval", *(("vllm",) if suite.backend == "vllm" else ())):
-        if importlib.util.find_spec(package) is None:
-            extra = "'anchorline[eval]'" if package == "lm_eval" else "vllm, or set backend: torch"
-            raise UserError(f"the package {package} is not installed: pip install {extra}")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("the package lm_eval is not installed: pip install 'anchorline[eval]'")
     if suite.device_map is not None:
         check_can_spread(suite.device_map)
     names = {name for name, _ in tasks_of(suite, lengths)}
@@ -173,13 +171,10 @@ def _open(checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], anchor: 
         )
     own = checkpoint.training.anchor if checkpoint.training else "auto"
     ids = anchor_ids(tokenizer, PackConfig(sequence_length=2, anchor=own)) if anchor else []
-    if suite.backend == "vllm" and ids and tokenizer("a").input_ids[:1] != ids:
-        raise UserError("--anchor: with backend vllm the tokenizer itself must put it there; set backend: torch")
     name = suite.dtype or ("float32" if config.dtype is None else str(config.dtype).removeprefix("torch."))
-    engine = {"backend": "vllm", **suite.vllm} if suite.backend == "vllm" else {}
-    settings = kept.Settings(weights=kept.weights_digest(Path(folder)), anchor=ids, dtype=name, engine=engine)
+    settings = kept.Settings(weights=kept.weights_digest(Path(folder)), anchor=ids, dtype=name)
     dtype, device = getattr(torch, name), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if suite.backend == "torch" and (products := describe_products(dtype, device)):
+    if products := describe_products(dtype, device):
         say(f"products  {products}")
     load = partial(load_for_evaluation, folder, dtype=dtype, device=device, device_map=suite.device_map)
     return EvaluatedModel(checkpoint, tokenizer, settings, load, folder)

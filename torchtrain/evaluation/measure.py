@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 
 from anchorline import environment
-from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.errors import UserError, quoted
 from anchorline.files import expand
 from torchtrain.data.corpus import source_name
 from torchtrain.evaluation import results as kept
@@ -29,7 +29,7 @@ from torchtrain.modeling.placement import format_devices
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-_PACKAGES = ("anchorline", "torch", "transformers", "tokenizers", "lm_eval", "vllm")
+_PACKAGES = ("anchorline", "torch", "transformers", "tokenizers", "lm_eval")
 _METRICS = ("score", "acc_norm", "acc", "exact_match", "em", "f1")  # the first that a task has is its score
 Say = Callable[[str], None]  # takes a line of progress
 
@@ -46,7 +46,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A checkpoint that is ready to measure. `load` returns the model of transformers; vLLM loads `folder` itself."""
+    """A checkpoint that is ready to measure. `load` returns the model of transformers."""
 
     checkpoint: Checkpoint
     tokenizer: "PreTrainedTokenizerFast"
@@ -148,7 +148,7 @@ def measure(
     """Measure jobs of one model, and write a file for each result.
 
     Args:
-        jobs: what is left to measure; of vLLM the longest comes first.
+        jobs: what is left to measure.
         model, suite, out, log, say: as for `evaluate`.
         pulse: called between two batches of prompts, and between two documents.
     """
@@ -156,24 +156,19 @@ def measure(
     if (first := next(jobs, None)) is None:
         return
     checkpoint = model.checkpoint
-    loaded = model.load() if suite.backend == "torch" else None
-    if loaded is None:
-        lm, device = _vllm(model, suite, first.length), "vllm"
-    else:
-        from torchtrain.evaluation.model import SharedPrefixLM
+    from torchtrain.evaluation.model import SharedPrefixLM
 
-        device = format_devices(loaded)
-        with quiet_library():
-            lm = SharedPrefixLM(  # pyright: ignore[reportAbstractUsage]
-                loaded, model.tokenizer, suite.batch_tokens, first.length, model.settings.anchor, pulse
-            )
+    loaded = model.load()
+    with quiet_library():
+        lm = SharedPrefixLM(  # pyright: ignore[reportAbstractUsage]
+            loaded, model.tokenizer, suite.batch_tokens, first.length, model.settings.anchor, pulse
+        )
     for job in itertools.chain([first], jobs):
         pulse()
         started = time.perf_counter()
         if job.built is not None:
             fields = _run(lm, model, job, suite, log)
         else:
-            assert loaded is not None
             assert suite.perplexity is not None
             fields = measure_perplexity(loaded, model.tokenizer, suite.perplexity, job.length, pulse)
         result = TaskResult(
@@ -185,7 +180,7 @@ def measure(
             training=checkpoint.training,
             settings=model.settings,
             identity=job.identity,
-            device=device,
+            device=format_devices(loaded),
             seconds=round(time.perf_counter() - started, 3),
             versions=environment.versions(_PACKAGES),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -201,10 +196,8 @@ def _run(lm: Any, model: EvaluatedModel, job: Job, suite: Suite, log: Path | Non
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.tasks import TaskManager
 
-    own = suite.backend == "torch"
-    if own:
-        more = room_of(job.task) if job.task in IN_2024 else 0  # fwe_2024_10 leaves no room for its answer
-        lm.set_length(job.length + more, benchmark_of(job.task) == "longbench")
+    more = room_of(job.task) if job.task in IN_2024 else 0  # fwe_2024_10 leaves no room for its answer
+    lm.set_length(job.length + more, benchmark_of(job.task) == "longbench")
     # With a cache of its answers, a task that was stopped continues within.
     depends_on = [model.settings.model_dump(), job.identity, environment.versions(_PACKAGES)]
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -245,7 +238,7 @@ def _run(lm: Any, model: EvaluatedModel, job: Job, suite: Suite, log: Path | Non
         "samples": hashlib.sha256(hashes.encode()).hexdigest(),
         "metric": metric,
         "values": values,
-        **{name: getattr(lm, name) if own else 0 for name in ("cut_prompts", "prompt_tokens", "computed_tokens")},
+        **{name: getattr(lm, name) for name in ("cut_prompts", "prompt_tokens", "computed_tokens")},
         "answers": [_answer(of, metric, job.task) for of in samples] if metric in of_samples else [],
     }
 
@@ -259,16 +252,6 @@ def _answer(sample: dict[str, Any], metric: str, task: str) -> Answer:
         text = str(scores.index(max(scores)))
     part = longbench_e_part(task, sample["doc"])
     return Answer(index=int(sample["doc_id"]), prediction=text, score=float(sample[metric]), part=part)
-
-
-def _vllm(model: EvaluatedModel, suite: Suite, length: int) -> Any:
-    from lm_eval.api.registry import get_model
-
-    settings = {"pretrained": model.folder, "dtype": model.settings.dtype, "max_model_len": length, "seed": suite.seed}
-    try:
-        return get_model("vllm")(**settings, **{"enable_prefix_caching": True, **suite.vllm})
-    except (TypeError, ValueError, ImportError) as error:
-        raise UserError(f"backend vllm: {quoted_reason(error)}; mend vllm in the suite") from None
 
 
 def _format_result(result: TaskResult) -> str:

@@ -17,8 +17,6 @@ from torchtrain.evaluation.suite import ELEVEN, IN_2024, LONGBENCH, TASKS, bench
 
 _ENDS = ("", "-evaluation", "-on-the-way")  # of a run's name: its folders of results; the first that holds any counts
 Key = tuple[str, int]  # task, length
-# Where the paper has a number: its kind, for ruler_tasks the tokens of a prompt, and its column: a length, or a task.
-Column = tuple[str, int | None, int | str]
 
 
 @dataclass
@@ -75,14 +73,12 @@ class Measured:
 class Average:
     """A cell's number: the mean over tasks, each with one weight.
 
-    `pooled`: the mean over all their samples. `part`: of one part of their samples alone. `published`: where the paper
-    has this number.
+    `pooled`: the mean over all their samples. `part`: of one part of their samples alone.
     """
 
     keys: list[Key]
     pooled: bool = False
     part: str = ""
-    published: Column | None = None
 
     @property
     def is_loss(self) -> bool:
@@ -114,18 +110,14 @@ def ruler_averages(run: Measured) -> dict[str, dict[int, Average]]:
     """Return RULER's averages by title, then by the lengths at which all its tasks ran."""
     names = {IN_2024.get(task, task): task for task in run.names()}  # the run's own name of a task, by its name today
     lengths = sorted({length for task, length in run.asked if task in run.names()})
-    wanted = {"Average of the 13 tasks": ("ruler_13", TASKS), "Average of the paper's 11 tasks": ("ruler_11", ELEVEN)}
-    known = {
-        title: (kind, [names[task] for task in tasks])
-        for title, (kind, tasks) in wanted.items()
-        if names.keys() >= {*tasks}
-    }
+    wanted = {"Average of the 13 tasks": TASKS, "Average of the paper's 11 tasks": ELEVEN}
+    known = {title: [names[task] for task in tasks] for title, tasks in wanted.items() if names.keys() >= {*tasks}}
     ran = [task for task in run.names() if all((task, length) in run.tasks for length in lengths)]
     if ran and len(ran) < len(TASKS):
-        known[f"Average of those that ran ({len(ran)} of 13)"] = ("", ran)
+        known[f"Average of those that ran ({len(ran)} of 13)"] = ran
     averages = {}
-    for title, (kind, tasks) in known.items():
-        each = {n: Average([(task, n) for task in tasks], published=(kind, None, n)) for n in lengths}
+    for title, tasks in known.items():
+        each = {n: Average([(task, n) for task in tasks]) for n in lengths}
         if whole := {length: average for length, average in each.items() if not average.missing(run)}:
             averages[title] = whole
     return averages
@@ -212,7 +204,7 @@ def check_alike(a: Measured, b: Measured, *more: str) -> None:
         )
     for (task, length), (first, *_) in a.tasks.items():
         second = b.tasks[task, length][0]
-        for name in ("samples", "dtype", "engine", "metric", "answered", *more):
+        for name in ("samples", "dtype", "metric", "answered", *more):
             one, other = (getattr(of, name, getattr(of.settings, name, None)) for of in (first, second))
             if one != other:
                 fix = "evaluate both with one suite and one tokenizer"

@@ -49,8 +49,8 @@ class TrainingEvaluation:
                 f"evaluation.lengths {self._lengths[-1]}: the model is trained for pack.sequence_length "
                 f"{config.pack.sequence_length}; give no more"
             )
-        if self._suite.backend != "torch" or self._suite.device_map is not None:
-            raise UserError("evaluation.suite: the model in training answers; set backend: torch, without device_map")
+        if self._suite.device_map is not None:
+            raise UserError("evaluation.suite: the model in training answers; remove device_map")
         if self._suite.dtype not in (None, config.model.dtype):
             raise UserError(f"evaluation.suite: its dtype is not model.dtype ({config.model.dtype}); remove it there")
         with self._name_the_section():

@@ -34,11 +34,10 @@ class Settings(_Strict):
     weights: str  # SHA-256 of the checkpoint's files
     anchor: list[int]  # tokens that were put before each prompt
     dtype: str
-    engine: dict[str, Any] = {}  # its name and arguments if it is not torch in this process
 
 
 class Training(_Strict):
-    """How a checkpoint was trained. A published number is shown next to its results only if all of this agrees."""
+    """How a checkpoint was trained."""
 
     model: str  # `model.source` of its run
     variant: str
@@ -159,7 +158,7 @@ def read_results(out: Path) -> Iterator[Result]:
 def different_setting(result: TaskResult, settings: Settings) -> str:
     """Return the name of a setting in which a result differs from the others of its checkpoint; "" if in none.
 
-    Perplexity depends on neither anchor nor engine.
+    Perplexity does not depend on the anchor.
     """
-    names = ("weights", "dtype") if result.task == "perplexity" else ("weights", "dtype", "engine", "anchor")
+    names = ("weights", "dtype") if result.task == "perplexity" else ("weights", "dtype", "anchor")
     return next((name for name in names if getattr(result.settings, name) != getattr(settings, name)), "")

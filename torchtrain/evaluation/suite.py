@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from anchorline import settings
 from anchorline.errors import UserError, quoted
@@ -30,7 +30,6 @@ LONGBENCH: dict[str, tuple[str, ...]] = {
 }
 # LongBench-E's parts by the words of a context, and the number of words at which each ends.
 LONGBENCH_E_PARTS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}
-HELLASWAG = "hellaswag"
 _LEAST_LENGTH = 64
 
 
@@ -111,26 +110,12 @@ class Suite(Section):
     batch_tokens: Annotated[int, Field(ge=1, lt=2**31)] = Field(
         default=16_384, description="tokens of prompts and answers whose keys and values are held at a time"
     )
-    backend: Literal["torch", "vllm"] = Field(default="torch", description="what answers: this process, or vLLM")
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | Name] | None = Field(
         default=None,
         description="with backend torch: lay the layers on several GPUs by accelerate (auto), or say which module "
         "goes where: {model.embed_tokens: 0, ...}; default: one device holds all",
     )
-    vllm: dict[Name, bool | int | float | str] = Field(
-        default={}, description="further arguments of lm-eval's class for vLLM, such as tensor_parallel_size"
-    )
     dtype: Literal["float32", "bfloat16"] | None = Field(default=None, description="default: as the weights are saved")
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.vllm and self.backend != "vllm":
-            raise ValueError("vllm belongs to backend vllm; remove it, or set backend: vllm")
-        if self.perplexity is not None and self.backend == "vllm":
-            raise ValueError("backend vllm does not measure perplexity; set perplexity=null, or backend: torch")
-        if self.device_map is not None and self.backend != "torch":
-            raise ValueError("device_map belongs to backend torch; remove it (vllm: {tensor_parallel_size: 8} spreads)")
-        return self
 
 
 def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:

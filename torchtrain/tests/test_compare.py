@@ -24,7 +24,7 @@ from torchtrain.evaluation.measured import Average
 from torchtrain.tests.measured_results import perplexity_result, save_results, save_seeds, settings_of, task_result
 
 AT = {"checkpoint": "step-1"}
-OTHER_SETTINGS = {"weights": "v", "dtype": "bfloat16", "engine": {"backend": "vllm"}, "anchor": [1]}
+OTHER_SETTINGS = {"weights": "v", "dtype": "bfloat16", "anchor": [1]}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,6 @@ OTHER_SETTINGS = {"weights": "v", "dtype": "bfloat16", "engine": {"backend": "vl
     [
         ([task_result(samples="t", **AT)], "fwe at 1,024 has other samples"),
         ([task_result(settings=settings_of(anchor=[1]), **AT)], "has other anchor"),
-        ([task_result(settings=settings_of(engine={"backend": "vllm"}), **AT)], "has other engine"),
         ([task_result("cwe"), task_result(**AT)], "cwe at 1,024 is in one alone; evaluate both"),
         ([perplexity_result(), task_result(**AT)], "perplexity at 1,024 is in one alone"),
         (

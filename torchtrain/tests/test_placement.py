@@ -95,8 +95,6 @@ def test_a_map_that_does_not_fit_is_one_line(folder, monkeypatch):
             load_for_evaluation(str(folder), device_map=wrong)
         assert "\n" not in str(raised.value)
     assert load_for_evaluation(str(folder), device_map={"": "cpu"}).device.type == "cpu"
-    with pytest.raises(ValueError, match="device_map belongs to backend torch"):
-        Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "device_map": "auto"})
     with pytest.raises(ValueError, match="device_map"):
         Suite.model_validate({"tasks": ["fwe"], "device_map": "auot"})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
