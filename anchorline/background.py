@@ -13,9 +13,8 @@ def in_background(work: Callable[[], _Made], name: str) -> Callable[[], _Made]:
 
     The thread is a daemon: an interrupted program does not wait until a hundred gigabytes are read.
 
-    Args:
-        work: called once.
-        name: of the thread.
+    work: called once.
+    name: of the thread.
     """
     made: Future[_Made] = Future()
 

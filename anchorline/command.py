@@ -69,10 +69,9 @@ class Commands(_Ends, TyperGroup):
 def make_app(name: str, about: str, begin: Callable[[], None] = lambda: None) -> typer.Typer:
     """Make a command; add its verbs with `@app.command()`.
 
-    Args:
-        name: of the command.
-        about: the help text.
-        begin: called before a verb runs.
+    name: of the command.
+    about: the help text.
+    begin: called before a verb runs.
     """
     app = typer.Typer(
         name=name,

@@ -38,12 +38,9 @@ _OTHERS = {"test", "tests", "idle_test", "lib2to3", "encodings", "site-packages"
 def documents(name: Name, field: str) -> Iterator[Document]:
     """Yield (where it comes from, text) for every document of a text, in an order that never changes.
 
-    Args:
-        name: the text's name.
-        field: opens the message: the setting that asks for the text.
-
-    Raises:
-        UserError: the package that carries the text is not installed.
+    name: the text's name.
+    field: opens the message: the setting that asks for the text.
+    Raises UserError: the package that carries the text is not installed.
     """
     if name == "speeches":
         return _speeches(field)
@@ -57,12 +54,9 @@ def documents(name: Name, field: str) -> Iterator[Document]:
 def identity(name: Name, field: str) -> str:
     """Return what a text depends on: the version of its package, or of the running Python.
 
-    Args:
-        name: the text's name.
-        field: opens the message, as in `documents`.
-
-    Raises:
-        UserError: the package that carries the text is not installed.
+    name: the text's name.
+    field: opens the message, as in `documents`.
+    Raises UserError: the package that carries the text is not installed.
     """
     if name not in _PACKAGES:
         return f"{sys.platform} {sys.version}"
@@ -150,9 +144,8 @@ def _encyclopedia(field: str) -> Iterator[Document]:
 def render_country(entry: dict[str, Any], fallback_name: str) -> str:
     """Render one Factbook entry (section -> field -> text, or part -> text) as prose: no HTML, a paragraph a field.
 
-    Args:
-        entry: the package's JSON of one country.
-        fallback_name: the title where the entry names itself nowhere.
+    entry: the package's JSON of one country.
+    fallback_name: the title where the entry names itself nowhere.
     """
     paragraphs = [_country_name(entry) or fallback_name]
     for section, fields in entry.items():

@@ -46,8 +46,7 @@ def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
 def usable_cores(root: Path = Path("/")) -> int:
     """Return how many cores this process may use: those it may run on, and no more than its control group's quota.
 
-    Args:
-        root: that holds /proc and /sys.
+    root: that holds /proc and /sys.
     """
     # sched_getaffinity exists on Linux alone.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

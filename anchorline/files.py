@@ -42,11 +42,7 @@ class FileEntry(BaseModel):
 
 
 def expand(path: str | Path) -> Path:
-    """Return a user's path with ~ and ~NAME replaced.
-
-    Raises:
-        UserError: there is no such user.
-    """
+    """Return a user's path with ~ and ~NAME replaced. Raises UserError: there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -60,12 +56,9 @@ def resolve(field: str, path: str | Path) -> Path:
 
     `a/../b` is `b` even where there is no `a`. Making folders later cannot change what the path means.
 
-    Args:
-        field: what the message names, such as `run.folder`.
-        path: what the user wrote.
-
-    Raises:
-        UserError: no folder can have this path, it leads through a link to nothing, or the system gives an error.
+    field: what the message names, such as `run.folder`.
+    path: what the user wrote.
+    Raises UserError: no folder can have this path, it leads through a link to nothing, or the system gives an error.
     """
     opening = f"{field} {quoted(str(path))}" if field else quoted(Path(path))
     try:
@@ -88,10 +81,8 @@ def resolve(field: str, path: str | Path) -> Path:
 
 
 def resolve_folder(field: str, path: str | Path) -> Path:
-    """Return the path as `resolve` does, of a folder that exists or can be made.
-
-    Raises:
-        UserError: as `resolve`; or a file has this name.
+    """Return the path as `resolve` does, of a folder that exists or can be made. Raises UserError: as `resolve`; or a
+    file has this name.
     """
     real = resolve(field, path)
     if os.path.lexists(real) and not real.is_dir():
@@ -100,10 +91,8 @@ def resolve_folder(field: str, path: str | Path) -> Path:
 
 
 def check_no_pattern(opening: str, folder: str | Path) -> None:
-    """Refuse a folder of a data set whose path the package datasets would not take as it is written.
-
-    Raises:
-        UserError: it would read other folders, or nothing.
+    """Refuse a folder of a data set whose path the package datasets would not take as it is written. Raises UserError:
+    it would read other folders, or nothing.
     """
     if re.search(r"[*?\[\]\n\r]|::", os.path.abspath(folder)):
         raise UserError(
@@ -112,10 +101,8 @@ def check_no_pattern(opening: str, folder: str | Path) -> None:
 
 
 def open_file(path: Path) -> FileIO:
-    """Open a regular file to read. A pipe is refused, because reading it could wait for ever.
-
-    Raises:
-        OSError: what the system says; or it is not a regular file, or a file cannot have its name.
+    """Open a regular file to read. A pipe is refused, because reading it could wait for ever. Raises OSError: what the
+    system says; or it is not a regular file, or a file cannot have its name.
     """
     try:
         file = FileIO(str(path), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
@@ -128,10 +115,8 @@ def open_file(path: Path) -> FileIO:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Read a whole file of at most `most` bytes, also one whose size the system does not know.
-
-    Raises:
-        OSError: as `open_file`; or it is longer.
+    """Read a whole file of at most `most` bytes, also one whose size the system does not know. Raises OSError: as
+    `open_file`; or it is longer.
     """
     content = bytearray()
     with open_file(path) as file:
@@ -148,13 +133,10 @@ def read_file(path: Path, most: int) -> bytes:
 def read_json(path: Path, what: str = "", most: int = MOST_JSON) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
-    Args:
-        path: the file.
-        what: opens the message, such as the setting that names the file.
-        most: bytes that are read.
-
-    Raises:
-        UserError: it cannot be read, or is not a JSON object: one line that names it.
+    path: the file.
+    what: opens the message, such as the setting that names the file.
+    most: bytes that are read.
+    Raises UserError: it cannot be read, or is not a JSON object: one line that names it.
     """
     opening = f"{what}: {quoted(path)}" if what else quoted(path)
     try:
@@ -166,10 +148,8 @@ def read_json(path: Path, what: str = "", most: int = MOST_JSON) -> dict[str, An
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """Return the JSON object that a text is.
-
-    Raises:
-        ValueError: it is none, or is nested too deep. The message continues a sentence that begins with the file.
+    """Return the JSON object that a text is. Raises ValueError: it is none, or is nested too deep. The message
+    continues a sentence that begins with the file.
     """
     try:
         content = json.loads(text.decode("utf-8"))
@@ -182,10 +162,8 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 
 def write_file(path: Path, *parts: bytes | memoryview) -> FileEntry:
-    """Write a file that does not exist yet, one part after another, and flush it to the disk.
-
-    Raises:
-        OSError: what the system says, such as a full disk.
+    """Write a file that does not exist yet, one part after another, and flush it to the disk. Raises OSError: what the
+    system says, such as a full disk.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -212,10 +190,8 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def save(path: Path, content: bytes) -> None:
-    """Replace the content of a file that a user names. A link stays a link, and a device is written to.
-
-    Raises:
-        OSError: what the system says; of a file, the old content is still there.
+    """Replace the content of a file that a user names. A link stays a link, and a device is written to. Raises OSError:
+    what the system says; of a file, the old content is still there.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -229,11 +205,7 @@ def save(path: Path, content: bytes) -> None:
 
 
 def entry_of(path: Path, length: int | None = None) -> FileEntry:
-    """Return the size and the digest of a file, or of its first `length` bytes.
-
-    Raises:
-        OSError: as `open_file`.
-    """
+    """Return the size and the digest of a file, or of its first `length` bytes. Raises OSError: as `open_file`."""
     digest, size = hashlib.sha256(), 0
     with open_file(path) as file:
         while block := file.read(_BLOCK if length is None else min(_BLOCK, length - size)):
@@ -251,13 +223,10 @@ def entries_of(folder: Path) -> dict[str, FileEntry]:
 def differs(path: Path, entry: FileEntry, whole: bool = True) -> str | None:
     """Return in words how a file differs from its entry, or None.
 
-    Args:
-        path: the file.
-        entry: its size and digest as they were written down.
-        whole: compare the content too, and not only the size.
-
-    Raises:
-        OSError: it cannot be read.
+    path: the file.
+    entry: its size and digest as they were written down.
+    whole: compare the content too, and not only the size.
+    Raises OSError: it cannot be read.
     """
     if path.is_symlink() or not path.is_file():
         return "is missing"
@@ -286,10 +255,8 @@ def sync(path: Path) -> None:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Flush everything in a folder to the disk, then rename the folder to its final name.
-
-    Raises:
-        OSError: what the system says; or something has the name already. It is never removed.
+    """Flush everything in a folder to the disk, then rename the folder to its final name. Raises OSError: what the
+    system says; or something has the name already. It is never removed.
     """
     for folder, _, names in os.walk(partial):
         for name in names:
@@ -303,10 +270,8 @@ def commit(partial: Path, final: Path) -> None:
 def build_folder(folder: Path) -> Generator[Path]:
     """Yield a path at which to make a folder. It gets its final name when the block ends without an error.
 
-    Its files get the modes that this process gives to new files.
-
-    Raises:
-        OSError: what the system says; or something has the name by then. A failure leaves nothing behind.
+    Its files get the modes that this process gives to new files. Raises OSError: what the system says; or something has
+    the name by then. A failure leaves nothing behind.
     """
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PARTIAL, dir=folder.parent))
     try:
@@ -318,10 +283,8 @@ def build_folder(folder: Path) -> Generator[Path]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder, if it is there. Of a link the link alone: what it leads to is not ours.
-
-    Raises:
-        OSError: what the system says.
+    """Remove a folder, if it is there. Of a link the link alone: what it leads to is not ours. Raises OSError: what the
+    system says.
     """
     if path.is_symlink() or path.is_file():
         path.unlink()
@@ -330,10 +293,8 @@ def remove_tree(path: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a folder to a name that nothing has, to show that it is no longer valid. Return the new name.
-
-    Raises:
-        OSError: what the system says.
+    """Rename a folder to a name that nothing has, to show that it is no longer valid. Return the new name. Raises
+    OSError: what the system says.
     """
     names = (f"{folder.name}{DELETED}" + (f"-{number}" if number else "") for number in itertools.count())
     aside = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
@@ -347,15 +308,10 @@ def remove(folder: Path, names: Iterable[str]) -> bool:
 
     Nothing else is removed, and nothing behind a link.
 
-    Args:
-        folder: where they are.
-        names: their paths from there, and those of folders that go if they are empty. One may be missing.
-
-    Returns:
-        Whether the folder is gone.
-
-    Raises:
-        OSError: what the system says.
+    folder: where they are.
+    names: their paths from there, and those of folders that go if they are empty. One may be missing.
+    Returns whether the folder is gone.
+    Raises OSError: what the system says.
     """
     names = sorted(names)
     if folder.is_symlink():

@@ -27,15 +27,13 @@ logger = logging.getLogger(__name__)
 def find_model(source: str, field: str, patterns: Sequence[str], say: Callable[[str], None] = logger.info) -> Path:
     """Return the folder that holds a model's files: the one that `source` names, or a copy of the hub's in its cache.
 
-    Args:
-        source: a folder, or a hub id such as `name/model`.
-        field: opens messages.
-        patterns: of the files that are needed.
-        say: takes a line when the hub is asked, and when its cache is used because it did not answer.
-
-    Raises:
-        UserError: neither a folder with a config.json nor an id, or an id that the hub does not know; without the model
-        in the cache, no answer within `ANSWER_SECONDS` or a download that fails.
+    source: a folder, or a hub id such as `name/model`.
+    field: opens messages.
+    patterns: of the files that are needed.
+    say: takes a line when the hub is asked, and when its cache is used because it did not answer.
+    Raises UserError: neither a folder with a config.json nor an id, or an id that the hub does not know; without the
+        model
+    Raises in the cache, no answer within `ANSWER_SECONDS` or a download that fails.
     """
     folder, looked = os.path.expanduser(source), f"{field} {quoted(source)}: no folder with a config.json here"
     if os.path.isfile(os.path.join(folder, "config.json")):

@@ -23,9 +23,8 @@ class MarkedPlace(NamedTuple):
     def put(self, text: str, content: str) -> str:
         """Return a file's text with other content in this place.
 
-        Args:
-            text: which has the place.
-            content: Markdown; empty lines around it do not count.
+        text: which has the place.
+        content: Markdown; empty lines around it do not count.
         """
         assert self.within(text), "the caller checks that the file has the place"
         before, _, rest = text.partition(self.begin)
@@ -34,10 +33,8 @@ class MarkedPlace(NamedTuple):
 
 
 def read_marked(document: Path, places: Sequence[MarkedPlace]) -> str:
-    """Return the text of a user's `--document`, which has all of these places.
-
-    Raises:
-        UserError: it cannot be read, is no text, or lacks a line of one.
+    """Return the text of a user's `--document`, which has all of these places. Raises UserError: it cannot be read, is
+    no text, or lacks a line of one.
     """
     try:
         text = read_file(document, _MOST_BYTES).decode()

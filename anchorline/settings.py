@@ -126,16 +126,13 @@ def load(
 ) -> Schema:
     """Read a YAML file, apply overrides, validate.
 
-    Args:
-        schema: the model of the settings.
-        path: the file, or the name of a shipped file (`find_file`); None: the overrides are all there is.
-        overrides: `section.key=value`, or `list.0.key=value`; values are YAML.
-        example: an override, for messages.
-        prepare: changes the tree before validation.
-
-    Raises:
-        UserError: the file cannot be read or is not strict YAML, a key is unknown or appears twice, or a value is not
-            allowed. For an unknown key the message names the nearest known one.
+    schema: the model of the settings.
+    path: the file, or the name of a shipped file (`find_file`); None: the overrides are all there is.
+    overrides: `section.key=value`, or `list.0.key=value`; values are YAML.
+    example: an override, for messages.
+    prepare: changes the tree before validation.
+    Raises UserError: the file cannot be read or is not strict YAML, a key is unknown or appears twice, or a value is
+        not allowed. For an unknown key the message names the nearest known one.
     """
     tree = {} if path is None else _read(schema, path)
     for override in overrides:
@@ -171,10 +168,8 @@ def dump(tree: Tree) -> str:
 
 
 def validate(schema: type[Schema], tree: Any, what: str) -> Schema:
-    """Validate a tree of plain values; the message starts with `what`.
-
-    Raises:
-        UserError: the tree does not fit; one line for all mistakes.
+    """Validate a tree of plain values; the message starts with `what`. Raises UserError: the tree does not fit; one
+    line for all mistakes.
     """
     try:
         return schema.model_validate(tree)

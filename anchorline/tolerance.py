@@ -101,23 +101,20 @@ def judge(
 ) -> Verdict:
     """Judge `candidate` against `truth`, allowing what `reference` errs.
 
-    Args:
-        candidate: the array under test, any float dtype, finite except where the truth is infinite too.
-        truth: the same quantity from float64 arithmetic on the same inputs.
-        reference: the same quantity with the candidate's roundings (the oracle under the candidate's preset).
-        dtype: the dtype the candidate computes in: `float64`, `float32`, `float16` or `bfloat16`.
-        axes: names the axes, so that parts of an array of half precision are judged too: `BTHD`, `BTM`, `BHT`, `BT`
-            (tokens T in rows B, heads H) or `OI` (a weight).
-        cancels: the array is a difference of larger numbers, as gradients are, so that a token is allowed what the
-            whole array is.
-        inherits: the array has errors of the layers before it. A token is allowed what the whole array is, and its
-            values count as one, because one error of an earlier layer moves all of them.
-        rotated: how many dimensions of a head, from the first, come out of RoPE: the angle of each pair is judged.
-        likely_error: what a reference may well err, where that is known and the array has too few values to show it
-            (`likely_error_of_mean`).
-
-    Raises:
-        ValueError: shapes differ, the arrays are empty, or the dtype has no unit roundoff here.
+    candidate: the array under test, any float dtype, finite except where the truth is infinite too.
+    truth: the same quantity from float64 arithmetic on the same inputs.
+    reference: the same quantity with the candidate's roundings (the oracle under the candidate's preset).
+    dtype: the dtype the candidate computes in: `float64`, `float32`, `float16` or `bfloat16`.
+    axes: names the axes, so that parts of an array of half precision are judged too: `BTHD`, `BTM`, `BHT`, `BT` (tokens
+        T in rows B, heads H) or `OI` (a weight).
+    cancels: the array is a difference of larger numbers, as gradients are, so that a token is allowed what the whole
+        array is.
+    inherits: the array has errors of the layers before it. A token is allowed what the whole array is, and its values
+        count as one, because one error of an earlier layer moves all of them.
+    rotated: how many dimensions of a head, from the first, come out of RoPE: the angle of each pair is judged.
+    likely_error: what a reference may well err, where that is known and the array has too few values to show it
+        (`likely_error_of_mean`).
+    Raises ValueError: shapes differ, the arrays are empty, or the dtype has no unit roundoff here.
     """
     if dtype not in UNIT_ROUNDOFF:
         raise ValueError(f"dtype {dtype!r}: no unit roundoff; known: {', '.join(UNIT_ROUNDOFF)}")

@@ -71,11 +71,7 @@ Place = tuple[object, ...]
 
 
 def fill_page(page: str, numbers: Numbers) -> str:
-    """Return the page with the text of each marker's key.
-
-    Raises:
-        UserError: a marker's key is unknown.
-    """
+    """Return the page with the text of each marker's key. Raises UserError: a marker's key is unknown."""
 
     def fill(match: re.Match[str]) -> str:
         key = match["key"]

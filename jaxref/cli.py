@@ -201,11 +201,7 @@ def main() -> None:
 
 
 def whole_numbers(option: str, given: str) -> list[int]:
-    """Return the numbers that an option gives between commas.
-
-    Raises:
-        UserError: they are not whole numbers.
-    """
+    """Return the numbers that an option gives between commas. Raises UserError: they are not whole numbers."""
     try:
         return [int(number) for number in given.split(",")]
     except ValueError:

@@ -32,10 +32,8 @@ def run_study(config: StudyConfig, out: Path, progress: OnCell = lambda *_: None
     """Run a study, or what is left of it. Write `results.json` into `out` whenever an experiment is finished.
 
     Finished cells are kept in `out/cells`, each named by a hash of what its numbers depend on. With other sources,
-    another model or another device the cells are computed again.
-
-    Raises:
-        UserError: before anything is computed: `out` holds another study, or the model or the text cannot be used.
+    another model or another device the cells are computed again. Raises UserError: before anything is computed: `out`
+    holds another study, or the model or the text cannot be used.
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
     _check_folder(config, out)

@@ -191,10 +191,8 @@ def write_compact(results: Results, path: Path) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Read a study: its folder, or its compact file.
-
-    Raises:
-        UserError: there is no such study, or the file is damaged or not one.
+    """Read a study: its folder, or its compact file. Raises UserError: there is no such study, or the file is damaged
+    or not one.
     """
     file = path / RESULTS if path.is_dir() else path
     try:

@@ -26,15 +26,14 @@ def render(
 ) -> str:
     """Return a page as HTML text, to be written in UTF-8.
 
-    Args:
-        package: whose folder holds the template.
-        template: file name; extends `base.html.j2`.
-        title: of the report, over the headline.
-        created: when, ISO 8601; shown as it is if it is not; empty: not shown.
-        command: what makes the report again.
-        facts: where and how it was made: a name and its text.
-        versions: of packages.
-        values: the other names that the template uses.
+    package: whose folder holds the template.
+    template: file name; extends `base.html.j2`.
+    title: of the report, over the headline.
+    created: when, ISO 8601; shown as it is if it is not; empty: not shown.
+    command: what makes the report again.
+    facts: where and how it was made: a name and its text.
+    versions: of packages.
+    values: the other names that the template uses.
     """
     loader = ChoiceLoader([PackageLoader("anchorline.page", "."), PackageLoader(package, ".")])
     environment = Environment(

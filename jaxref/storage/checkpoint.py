@@ -40,10 +40,8 @@ class _Files(RootModel[dict[str, FileEntry]]):
 
 
 def save(folder: str | Path, decoder: Decoder, optimizer_state: optax.OptState | None = None) -> None:
-    """Write a checkpoint.
-
-    Raises:
-        UserError: `folder` exists (a checkpoint is never overwritten), or would stand in one that does not.
+    """Write a checkpoint. Raises UserError: `folder` exists (a checkpoint is never overwritten), or would stand in one
+    that does not.
     """
     params = to_arrays(decoder)
     about = _About(config=decoder.config, dtypes={name: str(array.dtype) for name, array in params.items()})
@@ -64,17 +62,12 @@ def restore(
 ) -> tuple[Decoder, optax.OptState | None]:
     """Read a checkpoint.
 
-    Args:
-        folder: where it is.
-        config: what its decoder must be; None takes what it says.
-        optimizer: the transformation whose state was saved (its numbers may differ, its structure not).
-
-    Returns:
-        (decoder, the state of `optimizer` or None).
-
-    Raises:
-        UserError: no checkpoint, or a damaged one; a config other than the saved one; an optimizer's state that was not
-            saved.
+    folder: where it is.
+    config: what its decoder must be; None takes what it says.
+    optimizer: the transformation whose state was saved (its numbers may differ, its structure not).
+    Returns (decoder, the state of `optimizer` or None).
+    Raises UserError: no checkpoint, or a damaged one; a config other than the saved one; an optimizer's state that was
+        not saved.
     """
     folder = Path(folder).absolute()
     if not is_checkpoint(folder):
@@ -109,15 +102,11 @@ def holds_optimizer(folder: Path) -> bool:
 def convert(source: Path, target: Path) -> str:
     """Convert a folder of either kind into one of the other.
 
-    Args:
-        source: what it is tells the direction.
-        target: a folder that does not exist; it appears complete or not at all.
-
-    Returns:
-        What was done, in words.
-
-    Raises:
-        UserError: before anything is written: the source is neither kind, both or damaged, the target cannot be made.
+    source: what it is tells the direction.
+    target: a folder that does not exist; it appears complete or not at all.
+    Returns what was done, in words.
+    Raises UserError: before anything is written: the source is neither kind, both or damaged, the target cannot be
+        made.
     """
     source, target = resolve("source", source), resolve("target", target)
     check_new("target", target)

@@ -81,10 +81,8 @@ def cast(decoder: Decoder, dtype: str) -> Decoder:
 def load_hf(folder: str | Path) -> tuple[DecoderConfig, Decoder]:
     """Read `config.json` and `model.safetensors`, or the shards of `model.safetensors.index.json`, tensor by tensor.
 
-    Names, shapes and dtypes are checked before any tensor is read.
-
-    Raises:
-        UserError: a config that is not implemented; weights that are missing, damaged or do not fit it.
+    Names, shapes and dtypes are checked before any tensor is read. Raises UserError: a config that is not implemented;
+    weights that are missing, damaged or do not fit it.
     """
     folder = Path(folder)
     config = DecoderConfig.from_hf(read_json(folder / "config.json", "config"))
@@ -104,9 +102,7 @@ def load_hf(folder: str | Path) -> tuple[DecoderConfig, Decoder]:
 
 def save_hf(folder: str | Path, decoder: Decoder) -> None:
     """Write `config.json` and `model.safetensors`, readable by transformers; the folder appears complete or not at all.
-
-    Raises:
-        UserError: `folder` exists, or would stand in one that does not.
+    Raises UserError: `folder` exists, or would stand in one that does not.
     """
     arrays = {name: np.asarray(array) for name, array in to_arrays(decoder).items()}
     with write_folder(Path(folder).absolute()) as made:
@@ -116,10 +112,8 @@ def save_hf(folder: str | Path, decoder: Decoder) -> None:
 
 
 def check_new(field: str, folder: Path) -> None:
-    """Refuse a folder that cannot be made. field: what the message names.
-
-    Raises:
-        UserError: something has the name, or it would stand in a folder that does not exist.
+    """Refuse a folder that cannot be made. field: what the message names. Raises UserError: something has the name, or
+    it would stand in a folder that does not exist.
     """
     if os.path.lexists(folder):
         raise UserError(f"{field}: {quoted(folder)} exists; give a new one")
@@ -130,11 +124,8 @@ def check_new(field: str, folder: Path) -> None:
 @contextmanager
 def write_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary path, at which the block makes the folder. At the end it is renamed to `folder`. A block that
-    fails leaves nothing behind.
-
-    Raises:
-        UserError: see `check_new`.
-        OSError: what the system says, such as a full disk.
+    fails leaves nothing behind. Raises UserError: see `check_new`. Raises OSError: what the system says, such as a full
+    disk.
     """
     check_new("folder", folder)
     with build_folder(folder) as made:

@@ -42,20 +42,14 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
     `torch.compile(model, fullgraph=True)` makes one graph, and a small one for the check of labels. Attention is one
     operation of the graph, with any engine. The backward pass computes attention again.
 
-    Args:
-        model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or
-            compilation.
-        engine: `auto`, or one of `torchtrain.attention.ENGINES`. `documents` runs the whole model once for each
-            document, the row's anchor in front, with the family's own attention: slow, and right for every family.
-        keep_anchor: in layers with a sliding window, the anchor stays visible beyond the window. By default the window
-            hides it, as it hid the first tokens of a row when the model was trained, and as it will when it is used.
-
-    Returns:
-        The same model.
-
-    Raises:
-        UserError: no such model, an engine that cannot run here, a family that ignores the setting, a layer that leaks,
-            by name, or RoPE that is not the config's.
+    model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or compilation.
+    engine: `auto`, or one of `torchtrain.attention.ENGINES`. `documents` runs the whole model once for each document,
+        the row's anchor in front, with the family's own attention: slow, and right for every family.
+    keep_anchor: in layers with a sliding window, the anchor stays visible beyond the window. By default the window
+        hides it, as it hid the first tokens of a row when the model was trained, and as it will when it is used.
+    Returns the same model.
+    Raises UserError: no such model, an engine that cannot run here, a family that ignores the setting, a layer that
+        leaks, by name, or RoPE that is not the config's.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:

@@ -202,10 +202,8 @@ torch.library.register_autograd("anchorline::attend", _differentiate, setup_cont
 
 
 def _window(said: int | None, sliding_window: int | None, tokens: int) -> int | None:
-    """Return the layer's window, or None where it hides nothing. The mask holds it; some layers also get it.
-
-    Raises:
-        UserError: a layer and a mask that do not agree.
+    """Return the layer's window, or None where it hides nothing. The mask holds it; some layers also get it. Raises
+    UserError: a layer and a mask that do not agree.
     """
     told = sliding_window if sliding_window is not None and sliding_window < tokens else None
     if told is not None and said != told:
@@ -220,9 +218,8 @@ def round_to_values(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 
     The engine refuses any other difference of dtypes.
 
-    Args:
-        module: the attention layer; `torchtrain.modeling.rotation` marks those of its models.
-        query, key, value: of any shape.
+    module: the attention layer; `torchtrain.modeling.rotation` marks those of its models.
+    query, key, value: of any shape.
     """
     if not getattr(module, ROTATED, False):
         return query, key
@@ -264,10 +261,8 @@ def _say_why_missing() -> str:
 
 
 def remembered_plan(document_ids: Any, query: Tensor) -> AttentionPlan:
-    """Build the plan in the first layer and keep it on the tensor, so that both are freed together.
-
-    Raises:
-        UserError: ids that are no tensor, or none that `make_plan` takes.
+    """Build the plan in the first layer and keep it on the tensor, so that both are freed together. Raises UserError:
+    ids that are no tensor, or none that `make_plan` takes.
     """
     if not isinstance(document_ids, Tensor):
         raise UserError(f"document_ids: a {type(document_ids).__name__}; give an integer tensor [batch, tokens]")

@@ -60,15 +60,10 @@ def read_mask(
 ) -> Tensor | None:
     """Replace transformers' mask builder. It is called once or twice a forward pass.
 
-    `ranks`: how many share a row. Each has `q_length` tokens of it.
-
-    Returns:
-        None where `document_ids` are the whole mask. Otherwise a mask that holds a layer's window or a refusal, for
-        `window_of`. A refusal is raised only by a layer that gets the mask: some families build masks that none of
-        their layers takes.
-
-    Raises:
-        UserError: layers that are not attention, padding, a KV cache, a mask function that the caller adds.
+    `ranks`: how many share a row. Each has `q_length` tokens of it. Returns None where `document_ids` are the whole
+    mask. Otherwise a mask that holds a layer's window or a refusal, for `window_of`. A refusal is raised only by a
+    layer that gets the mask: some families build masks that none of their layers takes. Raises UserError: layers that
+    are not attention, padding, a KV cache, a mask function that the caller adds.
     """
     for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind in LAYER_TYPES or (kind in MORE_LAYER_TYPES and SEPARATED.get(id(config)) is config):
@@ -179,10 +174,8 @@ def functions_by_length(mask_function: Callable[..., Any], config: Any, local_si
 
 
 def window_of(mask: Any) -> int | None:
-    """Return the window that a mask of `read_mask` holds; None without a mask.
-
-    Raises:
-        UserError: the mask holds a refusal, or is of another origin.
+    """Return the window that a mask of `read_mask` holds; None without a mask. Raises UserError: the mask holds a
+    refusal, or is of another origin.
     """
     if mask is None:
         return None

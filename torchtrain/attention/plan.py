@@ -143,10 +143,8 @@ def make_plan(document_ids_BT: Tensor) -> AttentionPlan:
     """Lower document ids (integer [B, T]) to an `AttentionPlan` on the same device.
 
     Computed on the host (one synchronisation if the ids are on a GPU) in O(B T log(B T)). A document's tokens need not
-    be adjacent. Rows may differ in their number of documents, anchor tokens and padding.
-
-    Raises:
-        UserError: ids that are not [B, T] integers >= -1 with the anchor as a prefix.
+    be adjacent. Rows may differ in their number of documents, anchor tokens and padding. Raises UserError: ids that are
+    not [B, T] integers >= -1 with the anchor as a prefix.
     """
     ids_BT = document_ids_BT.detach().to("cpu", copy=True)  # the caller's tensor may change afterwards
     check_document_ids(ids_BT)

@@ -57,11 +57,8 @@ def separate_layers(model: nn.Module) -> ExitStack:
 
     A layer that gets neither `document_ids` nor a plan computes what it did before.
 
-    Args:
-        model: a language model of transformers. A second call changes nothing more.
-
-    Returns:
-        A stack. Closing it undoes the changes.
+    model: a language model of transformers. A second call changes nothing more.
+    Returns a stack. Closing it undoes the changes.
     """
     undo = ExitStack()
     for module in model.modules():
@@ -117,10 +114,8 @@ def _run(
     plan: AttentionPlan | None = None,
     **given: Any,
 ) -> Tensor:
-    """Compute a layer's output [B, T, M] for hidden states [B, T, M].
-
-    Raises:
-        UserError: a KV cache, a padding mask, or documents that are given in another way.
+    """Compute a layer's output [B, T, M] for hidden states [B, T, M]. Raises UserError: a KV cache, a padding mask, or
+    documents that are given in another way.
     """
     forward = type(module).forward
     if plan is None and document_ids is None:
@@ -144,10 +139,8 @@ def _run_model(
     plan: AttentionPlan | None = None,
     **given: Any,
 ) -> Any:
-    """Compute a model's output: its hidden states are [B, T, M], and 0 at padding.
-
-    Raises:
-        UserError: what one document does not have: a KV cache, padding, statistics of routers.
+    """Compute a model's output: its hidden states are [B, T, M], and 0 at padding. Raises UserError: what one document
+    does not have: a KV cache, padding, statistics of routers.
     """
     forward, held = type(decoder).forward, getattr(decoder, _HELD)
     document_ids = held.get("document_ids") if document_ids is None else document_ids

@@ -17,9 +17,8 @@ def round_mantissa(x: Tensor, bits: int) -> Tensor:
 
     The exponent stays float32's. The gradient ignores this rounding, and is then rounded in the same way.
 
-    Args:
-        x: float32, of any shape.
-        bits: from 1 to 22.
+    x: float32, of any shape.
+    bits: from 1 to 22.
     """
     assert x.dtype == torch.float32, x.dtype
     return _Round.apply(x, bits)  # pyright: ignore[reportReturnType]

@@ -60,10 +60,8 @@ def visible_BTT(document_ids_BT: Tensor, window: int | None = None, keep_anchor:
 
 
 def check_document_ids(document_ids_BT: Tensor) -> None:
-    """Refuse what is not a [B, T] integer tensor of -1, 0, 1.. whose anchor (0) is a prefix of its row.
-
-    Raises:
-        UserError: naming the row and the index of the first offence.
+    """Refuse what is not a [B, T] integer tensor of -1, 0, 1.. whose anchor (0) is a prefix of its row. Raises
+    UserError: naming the row and the index of the first offence.
     """
     kind = document_ids_BT.dtype
     if document_ids_BT.ndim != 2 or kind.is_floating_point or kind.is_complex or kind == torch.bool:

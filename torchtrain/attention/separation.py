@@ -38,11 +38,9 @@ def check_separation(model: nn.Module) -> None:
     The model runs twice on 11 tokens: once in training mode, so that the engine refuses now what it refuses only there,
     and once with gradients. Modes, gradients, hooks and random states are restored.
 
-    Args:
-        model: a causal language model of transformers under `anchor`, inside PEFT or not, on any device.
-
-    Raises:
-        UserError: the layer that leaks, by name; what the engine refuses; or a model in which the check sees nothing.
+    model: a causal language model of transformers under `anchor`, inside PEFT or not, on any device.
+    Raises UserError: the layer that leaks, by name; what the engine refuses; or a model in which the check sees
+        nothing.
     """
     position_ids = torch.arange(_T, device=model.get_input_embeddings().weight.device)[None]  # type: ignore[operator]
     document_ids = torch.where(position_ids < _FIRST, 1, 2)

@@ -23,9 +23,8 @@ from torchtrain.distributed.zero import deepspeed_config, import_deepspeed
 class Cutter:
     """Cuts parameters up as DeepSpeed's engine for ZeRO 3 does, before the engine exists.
 
-    Args:
-        config: with `distributed.zero_stage` 3.
-        world: joined.
+    config: with `distributed.zero_stage` 3.
+    world: joined.
     """
 
     def __init__(self, config: Config, world: World) -> None:

@@ -12,10 +12,8 @@ if TYPE_CHECKING:
 
 
 def check_layout(config: Config, processes: int) -> None:
-    """Check that the processes divide into groups that share a row, and the step into the groups' micro-batches.
-
-    Raises:
-        UserError: they do not.
+    """Check that the processes divide into groups that share a row, and the step into the groups' micro-batches. Raises
+    UserError: they do not.
     """
     shared = config.distributed.sequence_parallel
     if processes % shared:
@@ -35,10 +33,8 @@ def check_layout(config: Config, processes: int) -> None:
 def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
     """Check that the attention heads divide among the ranks that share a row.
 
-    Fewer key/value heads than ranks are repeated, if their number divides the ranks.
-
-    Raises:
-        UserError: the heads do not divide, or the model's layers cannot be shared.
+    Fewer key/value heads than ranks are repeated, if their number divides the ranks. Raises UserError: the heads do not
+    divide, or the model's layers cannot be shared.
     """
     shared = config.distributed.sequence_parallel
     if shared == 1:

@@ -31,11 +31,10 @@ def assign_rows(first: int, count: int, micro_batch: int, world: World) -> list[
     Data-parallel groups take micro-batches in turn, so a step has the same rows for every number of ranks. The ranks of
     one group take the same rows.
 
-    Args:
-        first: number of the step's first row.
-        count: rows of the step, a multiple of micro_batch x data-parallel groups.
-        micro_batch: rows of one forward.
-        world: of this rank.
+    first: number of the step's first row.
+    count: rows of the step, a multiple of micro_batch x data-parallel groups.
+    micro_batch: rows of one forward.
+    world: of this rank.
     """
     starts = range(first, first + count, micro_batch)[world.data_rank :: world.data_parallel]
     return [range(start, start + micro_batch) for start in starts]

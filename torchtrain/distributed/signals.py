@@ -56,9 +56,8 @@ def ignore_signals() -> Iterator[None]:
 def exit_on_signal(rank: int, address: str) -> AbstractContextManager[None]:
     """Exit at once, with one line, when SIGTERM or Ctrl-C comes while the processes of a run connect.
 
-    Args:
-        rank: of this process.
-        address: where the processes connect, for the line.
+    rank: of this process.
+    address: where the processes connect, for the line.
     """
 
     def handle(number: int) -> None:

@@ -15,10 +15,7 @@ def share_cores(distributed: DistributedConfig, device: torch.device) -> str | N
     """Set torch's threads to this process's share of the cores.
 
     On a CPU the share is an upper limit. With GPUs it is set only where the optimizer's step runs on the host; AdamW's
-    bits do not depend on the number of threads.
-
-    Returns:
-        A message about the change; None if nothing changed.
+    bits do not depend on the number of threads. Returns a message about the change; None if nothing changed.
     """
     cores, processes = usable_cores(), read_local_size()
     before, share = torch.get_num_threads(), max(1, cores // processes)

@@ -102,10 +102,8 @@ class World:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run a block on all ranks, and stop all ranks if one of them finds a user's mistake or a fault of a disk.
-
-        Raises:
-            UserError: on the lowest rank that found one. The message names the rank unless all ranks found the same.
-            OtherRankFailed: on the other ranks.
+        Raises UserError: on the lowest rank that found one. The message names the rank unless all ranks found the same.
+        Raises OtherRankFailed: on the other ranks.
         """
         mistake = None
         try:
@@ -135,10 +133,8 @@ ALONE = World()
 
 
 def read_ranks() -> tuple[int, int, int]:
-    """Return (rank, world size, local rank) as torchrun sets them; (0, 1, 0) without torchrun.
-
-    Raises:
-        UserError: a variable is not such a number, or MASTER_ADDR or MASTER_PORT is missing or leads nowhere.
+    """Return (rank, world size, local rank) as torchrun sets them; (0, 1, 0) without torchrun. Raises UserError: a
+    variable is not such a number, or MASTER_ADDR or MASTER_PORT is missing or leads nowhere.
     """
     size = _read_variable("WORLD_SIZE", 1, 1, _MOST_PROCESSES)
     rank = _read_variable("RANK", 0, 0, size - 1)
@@ -158,9 +154,7 @@ def read_ranks() -> tuple[int, int, int]:
 
 def read_local_size() -> int:
     """Return the number of the run's processes on this machine as torchrun sets it; without torchrun, one for each GPU.
-
-    Raises:
-        UserError: the variable is not such a number.
+    Raises UserError: the variable is not such a number.
     """
     default = max(1, min(read_ranks()[1], torch.cuda.device_count()))
     return _read_variable("LOCAL_WORLD_SIZE", default, 1, _MOST_PROCESSES)
@@ -187,13 +181,10 @@ def join(distributed: DistributedConfig, for_threads: bool = False) -> Iterator[
     The backend is NCCL where there is CUDA (one GPU for each process), gloo anywhere else. On CUDA the allocator gets
     `expandable_segments`, which leaves fewer gaps, unless the environment already configures the allocator.
 
-    Args:
-        distributed: how the run is spread.
-        for_threads: whether `World.for_threads` will be called.
-
-    Raises:
-        UserError: more processes on this machine than GPUs, or the processes cannot connect.
-        RankLost: a collective failed because another process is gone.
+    distributed: how the run is spread.
+    for_threads: whether `World.for_threads` will be called.
+    Raises UserError: more processes on this machine than GPUs, or the processes cannot connect.
+    Raises RankLost: a collective failed because another process is gone.
     """
     rank, size, local_rank = read_ranks()
     cuda = torch.cuda.is_available()
@@ -273,10 +264,8 @@ def _connect_store(rank: int, size: int) -> dist.Store:
 
 
 def check_driver() -> None:
-    """Refuse to train on the CPU where this machine has NVIDIA GPUs that torch cannot use.
-
-    Raises:
-        UserError: the driver does not answer, or is too old for torch's CUDA version.
+    """Refuse to train on the CPU where this machine has NVIDIA GPUs that torch cannot use. Raises UserError: the driver
+    does not answer, or is too old for torch's CUDA version.
     """
     if torch.version.cuda is None or torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return

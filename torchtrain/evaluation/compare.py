@@ -48,12 +48,9 @@ def compare(
 ) -> tuple[list[ScoreTable], dict[str, str], list[Measured]]:
     """Return the tables of runs, a line about each run, and their results.
 
-    Args:
-        folders: runs that were evaluated, or folders of results; `NAME=RUN,RUN`: runs of several seeds as one.
-        last: how many checkpoints of each run at most, the last ones; None: all.
-
-    Raises:
-        UserError: a folder holds no results or damaged ones; or runs were not measured alike.
+    folders: runs that were evaluated, or folders of results; `NAME=RUN,RUN`: runs of several seeds as one.
+    last: how many checkpoints of each run at most, the last ones; None: all.
+    Raises UserError: a folder holds no results or damaged ones; or runs were not measured alike.
     """
     runs = [read_measured(str(folder), last) for folder in folders]
     names = [run.name for run in runs]

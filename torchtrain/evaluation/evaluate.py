@@ -51,20 +51,17 @@ def evaluate(
 ) -> list[kept.Result]:
     """Measure checkpoints, and write a file for each result below `out`.
 
-    Args:
-        checkpoints: what to evaluate.
-        suite: tasks, samples and materials.
-        lengths: tokens, prompt and answer together.
-        out: folder of the results; finished ones are kept.
-        anchor: put the run's `pack.anchor` before each prompt that does not begin so; of a model without a run, BOS, or
-            EOS where there is none.
-        processes: how many share the tasks, each with its own model, and its own GPU where there are some.
-        log: folder for lm-eval's own logs of the same results; None: none are written.
-        say: takes lines of progress.
-
-    Raises:
-        UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
-        TasksUnfinished: a process was killed.
+    checkpoints: what to evaluate.
+    suite: tasks, samples and materials.
+    lengths: tokens, prompt and answer together.
+    out: folder of the results; finished ones are kept.
+    anchor: put the run's `pack.anchor` before each prompt that does not begin so; of a model without a run, BOS, or EOS
+        where there is none.
+    processes: how many share the tasks, each with its own model, and its own GPU where there are some.
+    log: folder for lm-eval's own logs of the same results; None: none are written.
+    say: takes lines of progress.
+    Raises UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
+    Raises TasksUnfinished: a process was killed.
     """
     check_suite(suite, lengths)
     context = _start_imports() if processes > 1 else None
@@ -144,11 +141,7 @@ def _measure_share(
 
 
 def check_suite(suite: Suite, lengths: Sequence[int]) -> None:
-    """Check what needs no model.
-
-    Raises:
-        UserError: an unknown task, or a package that is missing.
-    """
+    """Check what needs no model. Raises UserError: an unknown task, or a package that is missing."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("the package lm_eval is not installed: pip install 'anchorline[eval]'")
     if suite.device_map is not None:
@@ -181,11 +174,9 @@ def _open(checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], anchor: 
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", source: str, suite: Suite) -> None:
-    """Refuse a tokenizer that would falsify the measurement of its model.
-
-    Raises:
-        UserError: it has no words, lacks a chat template where the suite needs one, or appends a special token to a
-            prompt, so that the model would answer after its end.
+    """Refuse a tokenizer that would falsify the measurement of its model. Raises UserError: it has no words, lacks a
+    chat template where the suite needs one, or appends a special token to a prompt, so that the model would answer
+    after its end.
     """
     plain = tokenizer("The grass is green.", add_special_tokens=False).input_ids
     if not plain:  # transformers makes such a tokenizer if there is no file

@@ -57,9 +57,7 @@ class EvaluatedModel:
 
 def tasks_of(suite: Suite, lengths: Sequence[int]) -> list[tuple[str, int]]:
     """Return every task with every length it is measured at. A task of short prompts has the greatest length alone.
-
-    Raises:
-        UserError: there is no such task.
+    Raises UserError: there is no such task.
     """
     names = dict.fromkeys(leaf for name in suite.tasks for leaf in leaves(name, suite.include_path))
     tasks = [
@@ -95,14 +93,11 @@ def plan(
 ) -> list[Job]:
     """Return the jobs that are left to measure of a model. Report the tasks that cannot run, and those that are done.
 
-    Args:
-        model, suite, lengths, say: as for `evaluate`.
-        out: folder of the results; None: nothing is read or written there.
-        replace_old: measure again the results of other weights, settings or samples, which are refused otherwise.
-        cannot: why a task cannot run at a length; what is found out is added, and neither tried nor said again.
-
-    Raises:
-        UserError: a task cannot be measured, for another reason than a missing material or too little room.
+    model, suite, lengths, say: as for `evaluate`.
+    out: folder of the results; None: nothing is read or written there.
+    replace_old: measure again the results of other weights, settings or samples, which are refused otherwise.
+    cannot: why a task cannot run at a length; what is found out is added, and neither tried nor said again.
+    Raises UserError: a task cannot be measured, for another reason than a missing material or too little room.
     """
     name, jobs, materials = model.checkpoint.name, [], Materials(suite)
     cannot = {} if cannot is None else cannot
@@ -147,10 +142,9 @@ def measure(
 ) -> None:
     """Measure jobs of one model, and write a file for each result.
 
-    Args:
-        jobs: what is left to measure.
-        model, suite, out, log, say: as for `evaluate`.
-        pulse: called between two batches of prompts, and between two documents.
+    jobs: what is left to measure.
+    model, suite, out, log, say: as for `evaluate`.
+    pulse: called between two batches of prompts, and between two documents.
     """
     jobs = iter(jobs)
     if (first := next(jobs, None)) is None:

@@ -126,12 +126,9 @@ def ruler_averages(run: Measured) -> dict[str, dict[int, Average]]:
 def read_measured(argument: str, last: int | None) -> Measured:
     """Read a run, or runs of several seeds as one.
 
-    Args:
-        argument: a run's folder, a folder of results, or `NAME=RUN,RUN`.
-        last: how many checkpoints of each run at most, the last ones; None: all.
-
-    Raises:
-        UserError: a folder holds no results or damaged ones; or results were not measured alike.
+    argument: a run's folder, a folder of results, or `NAME=RUN,RUN`.
+    last: how many checkpoints of each run at most, the last ones; None: all.
+    Raises UserError: a folder holds no results or damaged ones; or results were not measured alike.
     """
     name, equals, places = argument.partition("=")
     if not equals or os.path.lexists(argument):
@@ -186,12 +183,9 @@ def _check_run(run: Measured, place: Path) -> None:
 def check_alike(a: Measured, b: Measured, *more: str) -> None:
     """Refuse two runs, or two checkpoints of one, that were not measured alike.
 
-    Args:
-        a, b: the two.
-        more: further settings that their results must share.
-
-    Raises:
-        UserError: they differ; the message says in what.
+    a, b: the two.
+    more: further settings that their results must share.
+    Raises UserError: they differ; the message says in what.
     """
     who = f"{quoted(a.name)} and {quoted(b.name)} were not measured alike"
     if alone := sorted(a.tasks.keys() ^ b.tasks.keys()):

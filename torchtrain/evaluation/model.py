@@ -37,13 +37,12 @@ _PREFILL = 4096  # tokens of the rest of a prompt at a time: its mask is a matri
 class SharedPrefixLM(HFLM):
     """A model for lm-eval.
 
-    Args:
-        model: in evaluation mode, with transformers' own attention.
-        tokenizer: of the model.
-        batch_tokens: tokens whose keys and values are held at a time; a prompt that needs more goes alone.
-        length: tokens of a prompt and its answer, at most; `set_length` changes it.
-        anchor: ids that are put before each prompt that does not begin with them; a longer prompt is cut behind them.
-        pulse: called after each batch of answers.
+    model: in evaluation mode, with transformers' own attention.
+    tokenizer: of the model.
+    batch_tokens: tokens whose keys and values are held at a time; a prompt that needs more goes alone.
+    length: tokens of a prompt and its answer, at most; `set_length` changes it.
+    anchor: ids that are put before each prompt that does not begin with them; a longer prompt is cut behind them.
+    pulse: called after each batch of answers.
     """
 
     def __init__(
@@ -101,10 +100,8 @@ class SharedPrefixLM(HFLM):
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """See `HFLM`, which is given batch by batch. A request may sample, or search beams.
-
-        Raises:
-            UserError: logits are not finite, or transformers does not know a setting of a request.
+        """See `HFLM`, which is given batch by batch. A request may sample, or search beams. Raises UserError: logits
+        are not finite, or transformers does not know a setting of a request.
         """
         prompts = []
         for place, request in enumerate(requests):
@@ -138,8 +135,7 @@ class SharedPrefixLM(HFLM):
     def _batches(self, prompts: Sequence[tuple[tuple[str, bool], list[int], int, int]]) -> Iterator[list[int]]:
         """Yield the places of prompts that are answered together: of equal settings, within the tokens of a batch.
 
-        Args:
-            prompts: of each its settings and whether it must be alone, ids, tokens with its answer, and place.
+        prompts: of each its settings and whether it must be alone, ids, tokens with its answer, and place.
         """
         batch, longest, before = [], 0, ("", False)
         for kind, _, tokens, place in prompts:

@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 class TrainingEvaluation:
     """What a run measures while it trains.
 
-    Args:
-        config: the run's; `evaluation.every` is above 0.
-
-    Raises:
-        UserError: the suite cannot be read, or asks for what a training cannot give.
+    config: the run's; `evaluation.every` is above 0.
+    Raises UserError: the suite cannot be read, or asks for what a training cannot give.
     """
 
     def __init__(self, config: Config) -> None:
@@ -72,10 +69,8 @@ class TrainingEvaluation:
         self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", say: Callable[[str], None]
     ) -> None:
         """Make all samples, so that no fault of the suite is met after steps were taken. Tell what cannot be measured
-        for want of a material or of room; nothing is said or tried of it later on.
-
-        Raises:
-            UserError: something cannot be measured for another reason, or nothing can be.
+        for want of a material or of room; nothing is said or tried of it later on. Raises UserError: something cannot
+        be measured for another reason, or nothing can be.
         """
         with _keep_generators(), self._name_the_section():
             check_tokenizer(tokenizer, model.name_or_path or "the model", self._suite)
@@ -112,12 +107,11 @@ class TrainingEvaluation:
     ) -> None:
         """Measure a model as it is after a step. What was finished of it before is taken over. A fault is logged.
 
-        Args:
-            model, tokenizer: of the training; they are left as they are.
-            step: steps done.
-            say: takes lines of progress.
-            pulse: called between two batches of prompts; may end the run, by what it raises.
-            training: how the model is trained, for its results.
+        model, tokenizer: of the training; they are left as they are.
+        step: steps done.
+        say: takes lines of progress.
+        pulse: called between two batches of prompts; may end the run, by what it raises.
+        training: how the model is trained, for its results.
         """
         ending: list[BaseException] = []
 

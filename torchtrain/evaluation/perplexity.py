@@ -33,10 +33,8 @@ def check_finite(finite: Tensor | bool, model: "PreTrainedModel") -> None:
 
 
 def long_documents(config: PerplexityConfig, tokenizer: "PreTrainedTokenizerFast", length: int) -> list[list[int]]:
-    """Return the first documents that are long enough, each cut to `length` tokens.
-
-    Raises:
-        UserError: the source cannot be read, or has too few.
+    """Return the first documents that are long enough, each cut to `length` tokens. Raises UserError: the source cannot
+    be read, or has too few.
     """
     found: list[list[int]] = []
     for record in read(config.source):
@@ -68,10 +66,8 @@ def buckets(length: int) -> list[tuple[int, int]]:
 
 @torch.inference_mode()
 def document_losses(model: "PreTrainedModel", ids: Sequence[int]) -> Tensor:
-    """Return the loss of each token of a document but the first, in nats: [T - 1] float32, on the CPU.
-
-    Raises:
-        UserError: one is not finite.
+    """Return the loss of each token of a document but the first, in nats: [T - 1] float32, on the CPU. Raises
+    UserError: one is not finite.
     """
     from transformers import DynamicCache
 

@@ -119,10 +119,8 @@ class Suite(Section):
 
 
 def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:
-    """Read a suite's YAML.
-
-    Raises:
-        UserError: as `anchorline.settings.load`; or a folder of data is named that does not exist.
+    """Read a suite's YAML. Raises UserError: as `anchorline.settings.load`; or a folder of data is named that does not
+    exist.
     """
     suite = settings.load(Suite, path, overrides, example="samples=20")
     for name, folder in suite.data.items():

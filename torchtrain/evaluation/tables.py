@@ -66,10 +66,8 @@ def print_tables(tables: Sequence[ScoreTable]) -> None:
 def write_tables(
     tables: Sequence[ScoreTable], facts: Mapping[str, str], folder: Path, figures: Sequence[ScoreFigure] = ()
 ) -> None:
-    """Write results.md, results.tex and an SVG for each figure into a folder. `facts`: a line about each run.
-
-    Raises:
-        UserError: the folder cannot be written.
+    """Write results.md, results.tex and an SVG for each figure into a folder. `facts`: a line about each run. Raises
+    UserError: the folder cannot be written.
     """
     texts = {"results.md": _as_markdown(tables, facts), "results.tex": "\n".join(map(_as_latex, tables))}
     texts |= {f"{figure.name}.svg": figure.svg for figure in figures}
@@ -79,10 +77,8 @@ def write_tables(
 def write_document(
     tables: Sequence[ScoreTable], facts: Mapping[str, str], document: Path, figures: Sequence[ScoreFigure] = ()
 ) -> None:
-    """Put figures and tables between the marks of a Markdown file; the drawings go into `figures/` next to it.
-
-    Raises:
-        UserError: as `read_marked`, or it cannot be written.
+    """Put figures and tables between the marks of a Markdown file; the drawings go into `figures/` next to it. Raises
+    UserError: as `read_marked`, or it cannot be written.
     """
     drawn = {f"figures/{document.stem}-{figure.name}.svg": figure for figure in figures}
     shown = [f"![{figure.title}]({place})\n\n*{figure.note}*\n" for place, figure in drawn.items()]
@@ -126,8 +122,7 @@ def _as_latex(table: ScoreTable) -> str:
 def figures_of(runs: Sequence[Measured]) -> list[ScoreFigure]:
     """Return the figures that the results of runs allow; one that would show a single point is left out.
 
-    Args:
-        runs: measured alike, as `compare` returns them.
+    runs: measured alike, as `compare` returns them.
     """
     figures = []
     steps = [sorted({of.step for of in run.results() if of.step is not None}) for run in runs]

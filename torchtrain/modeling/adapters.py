@@ -39,13 +39,10 @@ _PREFIX = "base_model.model."  # of names in PEFT's files
 def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> None:
     """Freeze a model's weights, add adapters to its linear layers, and unfreeze the modules in `also_train`.
 
-    Args:
-        model: its weights may be cut up; those of adapters are whole.
-        lora: which, of what rank.
-        seed: draws A, alike on every device and rank.
-
-    Raises:
-        UserError: PEFT is not installed, or refuses; or the settings name what the model has not, or the same twice.
+    model: its weights may be cut up; those of adapters are whole.
+    lora: which, of what rank.
+    seed: draws A, alike on every device and rank.
+    Raises UserError: PEFT is not installed, or refuses; or the settings name what the model has not, or the same twice.
     """
     try:
         from peft import inject_adapter_in_model
@@ -101,12 +98,9 @@ def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> Non
 def split_off(model: "PreTrainedModel", weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Take a state dict of a model with adapters apart.
 
-    Args:
-        model: that was given adapters.
-        weights: its state dict, whole; emptied, so that nothing lies there twice.
-
-    Returns:
-        The weights of a model without adapters, W + (alpha / rank) B A, computed in float32 (or a wider dtype) and
+    model: that was given adapters.
+    weights: its state dict, whole; emptied, so that nothing lies there twice.
+    Returns the weights of a model without adapters, W + (alpha / rank) B A, computed in float32 (or a wider dtype) and
         rounded to W's dtype once; and what PEFT's file holds: A, B and what else was trained, as they are.
     """
     layers: dict[str, Any] = {name: module for name, module in model.named_modules() if _has_adapter(module)}
@@ -134,15 +128,12 @@ def save_adapter(
 ) -> None:
     """Write an adapter as `peft.PeftModel.from_pretrained` reads it.
 
-    Args:
-        model: that has it.
-        lora: as it was added.
-        base: what `base_model_name_or_path` says: a hub id or a folder.
-        adapter: of `split_off`.
-        folder: made.
-
-    Raises:
-        OSError: it cannot be written.
+    model: that has it.
+    lora: as it was added.
+    base: what `base_model_name_or_path` says: a hub id or a folder.
+    adapter: of `split_off`.
+    folder: made.
+    Raises OSError: it cannot be written.
     """
     from safetensors.torch import save_file
 
@@ -230,10 +221,7 @@ def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
 
 def _check_rank(rank: int, layers: dict[str, nn.Linear]) -> None:
     """Check that at least one of the layers that get adapters has so high a rank itself: a product of narrower matrices
-    cannot have more. Beside it there may be narrower ones, such as a router.
-
-    Raises:
-        UserError: none has.
+    cannot have more. Beside it there may be narrower ones, such as a router. Raises UserError: none has.
     """
     name, widest = max(layers.items(), key=lambda item: min(item[1].in_features, item[1].out_features))
     most = min(widest.in_features, widest.out_features)
@@ -245,11 +233,7 @@ def _check_rank(rank: int, layers: dict[str, nn.Linear]) -> None:
 
 
 def _named_by(ends: Iterable[str], owners: list[str], model: "PreTrainedModel") -> list[str]:
-    """Return the modules that `also_train` names.
-
-    Raises:
-        UserError: an end is that of none.
-    """
+    """Return the modules that `also_train` names. Raises UserError: an end is that of none."""
 
     def found() -> Iterator[str]:
         for end in ends:

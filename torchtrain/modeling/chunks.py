@@ -40,13 +40,10 @@ _MARK = "_anchorline_chunked"
 def chunk_layers(model: nn.Module, tokens: int, most: int | None = None) -> None:
     """Make norms and MLPs of a model run for at most `tokens` tokens at a time, and again in the backward pass.
 
-    Args:
-        model: any causal language model.
-        tokens: of a chunk.
-        most: how many chunks are computed; default: all. With shapes only, a few chunks show what all of them hold.
-
-    Raises:
-        UserError: a layer has an MLP or a norm of another kind.
+    model: any causal language model.
+    tokens: of a chunk.
+    most: how many chunks are computed; default: all. With shapes only, a few chunks show what all of them hold.
+    Raises UserError: a layer has an MLP or a norm of another kind.
     """
     for form in _forms(model):
         setattr(form.module, _MARK, form)
@@ -56,10 +53,8 @@ def chunk_layers(model: nn.Module, tokens: int, most: int | None = None) -> None
 def check_chunks(model: "PreTrainedModel") -> None:
     """Check, before `chunk_layers`, that norms and MLPs compute the same bits as the code that replaces them.
 
-    One of each kind is checked, because layers are alike.
-
-    Raises:
-        UserError: one computes something else, or is of another kind.
+    One of each kind is checked, because layers are alike. Raises UserError: one computes something else, or is of
+    another kind.
     """
     for form in {_kind_of(form.module): form for form in _forms(model)}.values():
         width = form.width
@@ -232,10 +227,8 @@ class _RMSNorm(_Form):
 
 
 def _forms(model: nn.Module) -> Iterator[_Form]:
-    """Yield what is computed in chunks: the MLP of each layer, and every norm.
-
-    Raises:
-        UserError: a layer has one of another kind.
+    """Yield what is computed in chunks: the MLP of each layer, and every norm. Raises UserError: a layer has one of
+    another kind.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

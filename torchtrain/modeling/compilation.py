@@ -33,10 +33,8 @@ _HANDS_OVER = "_gradient_checkpointing_func"
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile a small function, to find a missing or broken compiler before anything is loaded.
-
-    Raises:
-        UserError: torch cannot compile for this device.
+    """Compile a small function, to find a missing or broken compiler before anything is loaded. Raises UserError: torch
+    cannot compile for this device.
     """
     try:
         torch.compile(_add_one, dynamic=False)(torch.ones(64, device=device))
@@ -51,12 +49,9 @@ def check_compiler(device: torch.device) -> None:
 def compile_layers(model: "PreTrainedModel", recomputation: Recomputation) -> None:
     """Make a model's decoder layers run compiled while it trains. Nothing is compiled before its first step.
 
-    Args:
-        model: its layers are set up for recomputation in the backward pass (`load_for_training` does so).
-        recomputation: what of them is computed again, in memory of the device.
-
-    Raises:
-        UserError: none of its modules hands a layer's forward over.
+    model: its layers are set up for recomputation in the backward pass (`load_for_training` does so).
+    recomputation: what of them is computed again, in memory of the device.
+    Raises UserError: none of its modules hands a layer's forward over.
     """
     layers = layers_of(model)
     if not layers:

@@ -54,19 +54,16 @@ def load_for_training(
 ) -> "PreTrainedModel":
     """Load a model in training mode with this config and attention engine, and check what training relies on.
 
-    Args:
-        source: what `resolve_source` returned.
-        config: what `torchtrain.modeling.rope.extend` returned.
-        model: dtype, rotation, rounding, fusion, activation checkpointing, chunks of layers and adapters.
-        engine: what `torchtrain.attention.resolve_engine` returned.
-        device: where to.
-        cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
-        seed: draws adapters.
-
-    Raises:
-        UserError: weights missing, cut off, of another shape or not finite, an adapter beside them, attention that
-            cannot be replaced, or a check that fails (`torchtrain.modeling.parts`, `torchtrain.attention.separation`).
-        OtherRankFailed: with a cutter: another rank found one of these, and says so.
+    source: what `resolve_source` returned.
+    config: what `torchtrain.modeling.rope.extend` returned.
+    model: dtype, rotation, rounding, fusion, activation checkpointing, chunks of layers and adapters.
+    engine: what `torchtrain.attention.resolve_engine` returned.
+    device: where to.
+    cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
+    seed: draws adapters.
+    Raises UserError: weights missing, cut off, of another shape or not finite, an adapter beside them, attention that
+        cannot be replaced, or a check that fails (`torchtrain.modeling.parts`, `torchtrain.attention.separation`).
+    Raises OtherRankFailed: with a cutter: another rank found one of these, and says so.
     """
     from torchtrain.attention.hf import implementation_name, register
     from torchtrain.attention.recurrent import separate_layers
@@ -106,10 +103,8 @@ def load_for_training(
 
 
 def set_up_layers(loaded: "PreTrainedModel", model: ModelConfig) -> None:
-    """Let a model's layers recompute what they keep, run in chunks, and run compiled, as its settings say.
-
-    Raises:
-        UserError: it has no layers that can be compiled, or none that `model.layer_chunk` knows.
+    """Let a model's layers recompute what they keep, run in chunks, and run compiled, as its settings say. Raises
+    UserError: it has no layers that can be compiled, or none that `model.layer_chunk` knows.
     """
     save_memory(loaded, model)
     if model.fused == "compile":
@@ -132,17 +127,14 @@ def load_for_evaluation(
     None of training's checks is made: a window, capped logits or dropout are as good here as anything that transformers
     runs.
 
-    Args:
-        folder: what `resolve_source` returned; an exported folder.
-        attention: transformers' implementation.
-        dtype: of weights and activations; default: the one that was saved.
-        device: where to; default: the CPU.
-        device_map: put layers on several devices instead, as transformers and accelerate understand it.
-        trust_remote_code: whether code of the model may run.
-
-    Raises:
-        UserError: another attention; a device map without accelerate or room; no causal language model, or an adapter
-            beside it; or weights missing, cut off, of another shape or not finite.
+    folder: what `resolve_source` returned; an exported folder.
+    attention: transformers' implementation.
+    dtype: of weights and activations; default: the one that was saved.
+    device: where to; default: the CPU.
+    device_map: put layers on several devices instead, as transformers and accelerate understand it.
+    trust_remote_code: whether code of the model may run.
+    Raises UserError: another attention; a device map without accelerate or room; no causal language model, or an
+        adapter beside it; or weights missing, cut off, of another shape or not finite.
     """
     if attention not in ("sdpa", "eager"):  # a name that training registered would run, without a cache
         raise UserError(
@@ -285,11 +277,9 @@ def _cut_as_they_come(cutter: "Cutter") -> Iterator[None]:
 
 
 def check_same_files(source: str, world: "World") -> None:
-    """Check that all ranks read the same weights: what they load must make one model.
-
-    Raises:
-        UserError: a rank's files differ from the first's, in size or in what stands at `_SAMPLES` places.
-        OtherRankFailed: on the ranks whose files do not.
+    """Check that all ranks read the same weights: what they load must make one model. Raises UserError: a rank's files
+    differ from the first's, in size or in what stands at `_SAMPLES` places. Raises OtherRankFailed: on the ranks whose
+    files do not.
     """
     with world.together():
         own = _sample(source)
@@ -317,10 +307,7 @@ def _sample(source: str) -> str:
 
 def weight_files(source: str) -> list[Path]:
     """Return the files of weights of a folder that transformers reads, and no other's: `model.safetensors`; without it
-    those of its index.
-
-    Raises:
-        UserError: the index is damaged, or names what is not there.
+    those of its index. Raises UserError: the index is damaged, or names what is not there.
     """
     folder = Path(source)
     if (whole := folder / "model.safetensors").exists():
@@ -339,9 +326,7 @@ def weight_files(source: str) -> list[Path]:
 
 def digest_weights(source: str) -> str:
     """Return the SHA-256 of a folder's weights: names, dtypes, shapes and bytes, however they are cut into files.
-
-    Raises:
-        UserError: a file is damaged, cut off, or not there.
+    Raises UserError: a file is damaged, cut off, or not there.
     """
     from safetensors import safe_open
 
@@ -366,10 +351,8 @@ def digest_weights(source: str) -> str:
 
 
 def _check_weights(source: str) -> dict[str, str]:
-    """Open every file of weights, and hold the index against them; return the dtype of each tensor of no floats.
-
-    Raises:
-        UserError: one is damaged, cut off, or named by the index and not there.
+    """Open every file of weights, and hold the index against them; return the dtype of each tensor of no floats. Raises
+    UserError: one is damaged, cut off, or named by the index and not there.
     """
     from safetensors import safe_open
 

@@ -81,10 +81,8 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def check_config(config: "PretrainedConfig", length: int) -> None:
-    """Refuse what the attention engines do not honour, before any weight is read.
-
-    Raises:
-        UserError: no fixed number of positions, attention dropout, or a chunk of attention shorter than the rows.
+    """Refuse what the attention engines do not honour, before any weight is read. Raises UserError: no fixed number of
+    positions, attention dropout, or a chunk of attention shorter than the rows.
     """
     if getattr(config, "max_position_embeddings", None) is None:
         raise UserError(
@@ -106,10 +104,8 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
 
 @torch.no_grad()
 def check_head(model: "PreTrainedModel") -> None:
-    """Check that logits are what `LogitRule` makes of head(hidden states), which the chunked loss relies on.
-
-    Raises:
-        UserError: the model does more (scales its logits by a parameter of another name, as Cohere does).
+    """Check that logits are what `LogitRule` makes of head(hidden states), which the chunked loss relies on. Raises
+    UserError: the model does more (scales its logits by a parameter of another name, as Cohere does).
     """
     batch = _tiny_batch(model)
     model.eval()

@@ -21,10 +21,8 @@ DeviceMap = str | dict[str, int | str]
 
 
 def check_can_spread(device_map: DeviceMap) -> None:
-    """Check that accelerate is installed, and that there is a GPU if it chooses one or the map names one.
-
-    Raises:
-        UserError: it is not, or there is none; or a map by module names no device.
+    """Check that accelerate is installed, and that there is a GPU if it chooses one or the map names one. Raises
+    UserError: it is not, or there is none; or a map by module names no device.
     """
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("device_map needs the package accelerate: pip install accelerate, or remove device_map")
@@ -56,12 +54,9 @@ def _check_device(name: str, place: int | str) -> None:
 def check_covers(model: nn.Module, device_map: dict[str, int | str]) -> None:
     """Check that a map by module places every weight once. accelerate is silent about a weight that it does not move.
 
-    Args:
-        model: its modules and weights, be they on `meta`.
-        device_map: the map.
-
-    Raises:
-        UserError: a name is no module's, or a weight lies under no name or under two.
+    model: its modules and weights, be they on `meta`.
+    device_map: the map.
+    Raises UserError: a name is no module's, or a weight lies under no name or under two.
     """
     modules = {name for name, _ in model.named_modules()}
     if unknown := next((name for name in device_map if name not in modules), None):
@@ -79,10 +74,8 @@ def _children(model: nn.Module) -> str:
 
 
 def check_spread(model: "PreTrainedModel", device_map: DeviceMap) -> None:
-    """Check that a map by name put all weights on GPUs: accelerate silently moves off them what does not fit.
-
-    Raises:
-        UserError: it did.
+    """Check that a map by name put all weights on GPUs: accelerate silently moves off them what does not fit. Raises
+    UserError: it did.
     """
     if isinstance(device_map, str) and any(of.device.type in ("cpu", "meta") for of in model.parameters()):
         raise UserError(

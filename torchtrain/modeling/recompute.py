@@ -58,13 +58,10 @@ KERNELS = frozenset(
 def save_memory(model: "PreTrainedModel", settings: ModelConfig, most: int | None = None) -> None:
     """Set up activation checkpointing, what it keeps and where, and chunks of layers. `auto` counts as true.
 
-    Args:
-        model: any causal language model.
-        settings: `activation_checkpointing` and `layer_chunk` count.
-        most: as `chunk_layers`.
-
-    Raises:
-        UserError: the model has layers that `model.layer_chunk` does not know, or that cannot be recomputed.
+    model: any causal language model.
+    settings: `activation_checkpointing` and `layer_chunk` count.
+    most: as `chunk_layers`.
+    Raises UserError: the model has layers that `model.layer_chunk` does not know, or that cannot be recomputed.
     """
     if settings.layer_chunk is not None:
         chunk_layers(model, settings.layer_chunk, most)
@@ -79,10 +76,8 @@ def save_memory(model: "PreTrainedModel", settings: ModelConfig, most: int | Non
 
 
 def hand_layers_over(model: "PreTrainedModel", recomputation: Recomputation = True) -> None:
-    """Let each layer hand its forward, while it trains, to torch's checkpoint, or to what is put in that place.
-
-    Raises:
-        UserError: transformers recomputes no layers of this model.
+    """Let each layer hand its forward, while it trains, to torch's checkpoint, or to what is put in that place. Raises
+    UserError: transformers recomputes no layers of this model.
     """
     if not model.supports_gradient_checkpointing:
         raise UserError(
@@ -102,11 +97,7 @@ def can_keep(engine: str) -> bool:
 
 
 def check_can_keep(engine: str) -> None:
-    """Check `can_keep`.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check `can_keep`. Raises UserError: it does not."""
     if not can_keep(engine):
         why = "needs flash-attn 2.7 or newer" if engine == "flash" else "keeps nothing of this engine"
         raise UserError(
@@ -215,8 +206,7 @@ class _Kept:
 class HostMemory:
     """Keeps inputs of layers there; see above. A model's layers share one.
 
-    Args:
-        lane: default: the one that the device of the first input asks for.
+    lane: default: the one that the device of the first input asks for.
     """
 
     def __init__(self, lane: Lane | None = None) -> None:
@@ -227,10 +217,9 @@ class HostMemory:
     def checkpoint(self, layer: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         """Run a layer and keep its input alone, on the host; in its backward pass it is computed again.
 
-        Args:
-            layer: as `torch.utils.checkpoint.checkpoint` takes it.
-            x: what it takes first, the output of another layer.
-            *args: what else it takes, which is kept where it is.
+        layer: as `torch.utils.checkpoint.checkpoint` takes it.
+        x: what it takes first, the output of another layer.
+        *args: what else it takes, which is kept where it is.
         """
         if not torch.is_grad_enabled():
             return layer(x, *args)

@@ -52,16 +52,13 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
     elsewhere records none, and its `max_position_embeddings` is the scaled length to some and the unscaled one to
     others: then `rope.original_max_position_embeddings` must say it. What this returns records it.
 
-    Args:
-        config: the model's config, left as it is.
-        rope: the settings.
-        length: positions wanted (`pack.sequence_length`).
-
-    Raises:
-        UserError: the length is beyond the model's, and theta is not raised nor the factor large enough to reach it; a
-            factor below 1; lists of another length than half a head; parameters that the type needs, or that are no
-            numbers; a model without RoPE; a linear model whose original length is open; a type that the model's own
-            config class changes, that cannot replace the model's, or that transformers does not know.
+    config: the model's config, left as it is.
+    rope: the settings.
+    length: positions wanted (`pack.sequence_length`).
+    Raises UserError: the length is beyond the model's, and theta is not raised nor the factor large enough to reach it;
+        a factor below 1; lists of another length than half a head; parameters that the type needs, or that are no
+        numbers; a model without RoPE; a linear model whose original length is open; a type that the model's own config
+        class changes, that cannot replace the model's, or that transformers does not know.
     """
     held: int = config.max_position_embeddings
     kinds, own = _tables(config), parameters_of(config)
@@ -138,8 +135,7 @@ def _of_whole_rows(tables: dict[str | None, dict[str, Any]]) -> dict[str | None,
 def find_fault(table: Mapping[str, Any]) -> str | None:
     """Return what is wrong with RoPE's parameters in a config, in words: the first that is no number in its range.
 
-    Args:
-        table: `rope_parameters` or `rope_scaling`; of layers of one type, where they differ by type.
+    table: `rope_parameters` or `rope_scaling`; of layers of one type, where they differ by type.
     """
     for name, value in table.items():
         if name in ("rope_type", "type"):
@@ -191,13 +187,10 @@ def check_resets(config: "PretrainedConfig", length: int, variant: str) -> None:
     transformers' longrope takes the long factors if the largest position of the batch is beyond the original length,
     else the short ones. Rows whose positions run through reach the last one, so there it is always the same.
 
-    Args:
-        config: what `extend` returned.
-        length: tokens of a row.
-        variant: of the rows, for the message.
-
-    Raises:
-        UserError: longrope, and rows longer than the original length.
+    config: what `extend` returned.
+    length: tokens of a row.
+    variant: of the rows, for the message.
+    Raises UserError: longrope, and rows longer than the original length.
     """
     own = parameters_of(config) or {}
     if own.get("rope_type") == "longrope" and length > own[_ORIGINAL]:
@@ -211,9 +204,8 @@ def check_resets(config: "PretrainedConfig", length: int, variant: str) -> None:
 def describe(config: "PretrainedConfig", before: "PretrainedConfig | None" = None) -> str:
     """Return one line on a config's RoPE: type, theta and what a reader must know of training with it.
 
-    Args:
-        config: what `extend` returned.
-        before: what it was given; then the line says what has changed.
+    config: what `extend` returned.
+    before: what it was given; then the line says what has changed.
     """
     own = parameters_of(config)
     if not own:
@@ -304,10 +296,8 @@ def _record_original_length(config: "PretrainedConfig", new: dict[str, Any], ori
 
 
 def _change_what_repeats_it(config: "PretrainedConfig", old: float, new: float) -> None:
-    """Set fields that repeat what RoPE's parameters say, or that transformers cannot do without.
-
-    Raises:
-        UserError: a family sets theta layer by layer (Granite with windows), and some differ from the one that changes.
+    """Set fields that repeat what RoPE's parameters say, or that transformers cannot do without. Raises UserError: a
+    family sets theta layer by layer (Granite with windows), and some differ from the one that changes.
     """
     thetas: list[float] | None = getattr(config, "layer_rope_theta", None)
     if thetas and new != old:

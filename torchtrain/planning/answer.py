@@ -53,10 +53,8 @@ class Pace:
             raise UserError(f"--gpu {quoted(self.gpu)}: give --mfu, too, the share of its peak that a run reaches")
 
     def seconds(self, work: Work, processes: int) -> float | None:
-        """Return how long a run takes, or None where the user gave no pace.
-
-        Raises:
-            UserError: no peak is known for the GPU.
+        """Return how long a run takes, or None where the user gave no pace. Raises UserError: no peak is known for the
+        GPU.
         """
         if self.tokens_per_second is not None:
             return work.tokens / self.tokens_per_second
@@ -71,10 +69,8 @@ class Pace:
 
 
 def print_plan(config: Config, machine: Machine, pace: Pace, document_tokens: float | None) -> bool:
-    """Print what a run needs; return whether it fits.
-
-    Raises:
-        UserError: as `set_up` of what config.json says, the layout, the prepared store, and `Pace.seconds`.
+    """Print what a run needs; return whether it fits. Raises UserError: as `set_up` of what config.json says, the
+    layout, the prepared store, and `Pace.seconds`.
     """
     check_layout(config, machine.processes)
     documents = read_documents(config, document_tokens)

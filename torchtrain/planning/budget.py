@@ -103,11 +103,7 @@ class WeightCount(NamedTuple):
 
 
 def model_config(config: Config) -> "PretrainedConfig":
-    """Open and check the model's config, extended as the run does it.
-
-    Raises:
-        UserError: as `set_up`.
-    """
+    """Open and check the model's config, extended as the run does it. Raises UserError: as `set_up`."""
     trusted = config.model.trust_remote_code
     source = resolve_source(config.model.source, config.data.cache, needs="config", trust_remote_code=trusted)
     own = open_config(source, trusted)
@@ -119,10 +115,9 @@ def model_config(config: Config) -> "PretrainedConfig":
 def count_memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     """Count a run's memory.
 
-    Args:
-        config: the run's, with a layout that is possible.
-        shapes: of what `model_config` returned.
-        processes: how many, each with a GPU of its own.
+    config: the run's, with a layout that is possible.
+    shapes: of what `model_config` returned.
+    processes: how many, each with a GPU of its own.
     """
     model = shapes.model(config.model)
     held, trained = WeightCount.of(model.parameters()), WeightCount.of(p for p in model.parameters() if p.requires_grad)
@@ -222,15 +217,12 @@ def propose(config: Config, shapes: Shapes, processes: int, limit: int, cpu: boo
     then all of it with chunks of layers, and with the layers' inputs on the host. No time is counted (docs/LOG.md).
     Rows at a time and the ranks that share a row change only where the config as it is does not fit.
 
-    Args:
-        config: the run's.
-        shapes: of what `model_config` returned.
-        processes: how many, each with a GPU of its own.
-        limit: bytes. What is proposed leaves a tenth of it free, and on a GPU `RESERVE`.
-        cpu: whether processes have no GPU.
-
-    Returns:
-        Where nothing fits, the layout that holds least.
+    config: the run's.
+    shapes: of what `model_config` returned.
+    processes: how many, each with a GPU of its own.
+    limit: bytes. What is proposed leaves a tenth of it free, and on a GPU `RESERVE`.
+    cpu: whether processes have no GPU.
+    Returns where nothing fits, the layout that holds least.
     """
     before = count_memory(config, shapes, processes)
     most = limit - (0 if cpu else RESERVE)

@@ -61,10 +61,9 @@ class Moment(NamedTuple):
 class PeakBytes(TorchDispatchMode):
     """Counts the bytes of all storages made inside the block and still alive: now, at most, and at each moment.
 
-    Args:
-        model: its weights were there before, whatever views the block takes of them.
-        splits: as `flash_workspace`.
-        waiting: bytes of gradients that wait, at most, until they are added to the step's, beside one more.
+    model: its weights were there before, whatever views the block takes of them.
+    splits: as `flash_workspace`.
+    waiting: bytes of gradients that wait, at most, until they are added to the step's, beside one more.
     """
 
     def __init__(self, model: nn.Module, splits: int = 1, waiting: int = 0) -> None:
@@ -133,9 +132,8 @@ def flash_workspace(args: Any, splits: int) -> int:
     every query head where key/value heads are fewer. Upstream: flash-attention's csrc/flash_attn/flash_api.cpp,
     mha_varlen_bwd.
 
-    Args:
-        args: of torch's `_varlen_attn_backward`.
-        splits: 1; or, where dq is added up in a fixed order, how many blocks of keys run at a time.
+    args: of torch's `_varlen_attn_backward`.
+    splits: 1; or, where dq is added up in a fixed order, how many blocks of keys run at a time.
     """
     _, q_NHD, k_MKD, _, _, _, cu_seqlens, *_ = args
     (N, H, D), (M, K, _), segments = q_NHD.shape, k_MKD.shape, len(cu_seqlens) - 1
@@ -161,13 +159,12 @@ class Pass:
     ) -> tuple[int, int]:
         """Return (activations, gradients) in bytes at the moment at which most is held.
 
-        Args:
-            again: the step has gradients from the start, those of an earlier micro-batch.
-            kept: bytes that the GPU keeps of a weight's gradient.
-            adding: bytes more of one that is being added to the step's.
-            bucket: weights whose gradients are added at a time, if one parameter has not more.
-            at_once: weights at most whose gradients are added at a time.
-            begun: bytes more from the pass's first gradient on.
+        again: the step has gradients from the start, those of an earlier micro-batch.
+        kept: bytes that the GPU keeps of a weight's gradient.
+        adding: bytes more of one that is being added to the step's.
+        bucket: weights whose gradients are added at a time, if one parameter has not more.
+        at_once: weights at most whose gradients are added at a time.
+        begun: bytes more from the pass's first gradient on.
         """
         bucket, at_once = min(bucket, self.weights), self.weights if at_once is None else at_once
 
@@ -182,8 +179,7 @@ class Pass:
 class Shapes:
     """What runs of one model hold, each counted once.
 
-    Args:
-        config: the model's, extended.
+    config: the model's, extended.
     """
 
     def __init__(self, config: "PretrainedConfig") -> None:

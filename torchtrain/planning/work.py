@@ -39,12 +39,9 @@ class Documents:
 def read_documents(config: Config, document_tokens: float | None) -> Documents:
     """Find how long documents are: as given, in the prepared store, or by the paper's statistics of its data.
 
-    Args:
-        config: the run's.
-        document_tokens: E[n^2] / E[n] of the documents, where the user gives it.
-
-    Raises:
-        UserError: `data.prepared` holds a damaged store.
+    config: the run's.
+    document_tokens: E[n^2] / E[n] of the documents, where the user gives it.
+    Raises UserError: `data.prepared` holds a damaged store.
     """
     if document_tokens is not None:
         return Documents(document_tokens, "--document-tokens")
@@ -67,9 +64,8 @@ def weighted_length(lengths: np.ndarray, tokens: int) -> float:
     A row ends anywhere within a document, so a document of n tokens gives pieces whose squares sum to
     n^2 (1 - n / 3T) on average, or T n - T^2 / 3 where n is over T.
 
-    Args:
-        lengths: tokens of each document, int [documents].
-        tokens: T, of a row.
+    lengths: tokens of each document, int [documents].
+    tokens: T, of a row.
     """
     n = lengths.astype(np.float64)
     squares = np.where(n <= tokens, n**2 * (1 - n / (3 * tokens)), tokens * n - tokens**2 / 3)

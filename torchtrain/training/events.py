@@ -30,8 +30,7 @@ class MetricsFile:
 
     An event survives a crash of the process once `write` has returned. Opening the file drops an incomplete last line.
 
-    Args:
-        path: the file; None writes nothing (on all ranks but the first).
+    path: the file; None writes nothing (on all ranks but the first).
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -53,10 +52,8 @@ class MetricsFile:
             self._file.close()
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append a line with the event's name and its values; null for a number that is not finite.
-
-        Raises:
-            UserError: the line could not be written.
+        """Append a line with the event's name and its values; null for a number that is not finite. Raises UserError:
+        the line could not be written.
         """
         if self._file is None or self._path is None:
             return
@@ -84,11 +81,7 @@ def _open_without_blocking(path: str, flags: int) -> int:
 
 
 def has_beginning(path: Path, entry: FileEntry) -> bool:
-    """Whether a file of events begins with the bytes that a checkpoint recorded.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Whether a file of events begins with the bytes that a checkpoint recorded. Raises OSError: it cannot be read."""
     return (entry_of(path, entry.bytes) if path.exists() else NOTHING) == entry
 
 
@@ -154,12 +147,9 @@ def read_metrics(path: Path, last: int | None = None) -> list[dict[str, Any]]:
 
     A file that does not exist has no events.
 
-    Args:
-        path: the file.
-        last: read no more than the first line and about so many last ones, which takes the same time of any length.
-
-    Raises:
-        UserError: the file cannot be read, or a line is damaged; the message names file and line.
+    path: the file.
+    last: read no more than the first line and about so many last ones, which takes the same time of any length.
+    Raises UserError: the file cannot be read, or a line is damaged; the message names file and line.
     """
     start, lines = 0, list[bytes]()
     try:
@@ -199,10 +189,7 @@ def read_metrics(path: Path, last: int | None = None) -> list[dict[str, Any]]:
 
 def _read_end(path: Path, lines: int) -> tuple[int, bytes]:
     """Return where the end of a file begins that has more than so many of its last lines, and the end; a short file
-    whole.
-
-    Raises:
-        OSError: as `open_file`; or it has no such end.
+    whole. Raises OSError: as `open_file`; or it has no such end.
     """
     size, length = path.stat().st_size, 1 << 16
     while True:

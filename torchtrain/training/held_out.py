@@ -26,9 +26,8 @@ BLOCK = 256  # tokens in one sample of an interval: losses of neighbouring token
 class HeldOut(Losses):
     """Losses on held-out rows, with a separate mean for the positions that training adds to the model's context.
 
-    Args:
-        domains: names, by index.
-        own_positions: the model's number of positions before training.
+    domains: names, by index.
+    own_positions: the model's number of positions before training.
     """
 
     def __init__(self, domains: Sequence[str], own_positions: int) -> None:
@@ -63,14 +62,13 @@ def measure_held_out(
 ) -> HeldOut:
     """Add the losses of rows to `result` and return it. The model is left in training mode.
 
-    Args:
-        model: to evaluate.
-        rows: arrays [T] by name, as from `PackedRows`.
-        result: an empty `HeldOut`.
-        chunk: tokens whose logits exist at one time; None: `default_chunk`.
-        on_row: called with the loss so far, as text, after each micro-batch.
-        strategy: runs the model; default: on this process alone.
-        micro_batch: rows of one forward.
+    model: to evaluate.
+    rows: arrays [T] by name, as from `PackedRows`.
+    result: an empty `HeldOut`.
+    chunk: tokens whose logits exist at one time; None: `default_chunk`.
+    on_row: called with the loss so far, as text, after each micro-batch.
+    strategy: runs the model; default: on this process alone.
+    micro_batch: rows of one forward.
     """
     strategy = strategy or Replicated(model, None, World(device=model.device))
     world = strategy.world

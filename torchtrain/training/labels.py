@@ -40,9 +40,8 @@ class Labels:
 def find_labels(shift_labels: Tensor, masks: Sequence[Tensor] = ()) -> Labels:
     """Find the tokens that have a label, and one group of them for each mask.
 
-    Args:
-        shift_labels: the next token of each, int64 [B, t] on the host; -100 where there is no loss.
-        masks: boolean [B, t].
+    shift_labels: the next token of each, int64 [B, t] on the host; -100 where there is no loss.
+    masks: boolean [B, t].
     """
     flat = shift_labels.flatten()
     index_n = (flat != IGNORED).nonzero().flatten()

@@ -50,18 +50,15 @@ def chunked_cross_entropy(
     in float32 (or the weights' wider dtype) and rounded once. On a CPU each chunk's product is rounded to the model's
     dtype before; a GPU's kernel adds it up in float32.
 
-    Args:
-        head: maps [n, M] to logits [n, V]. Its hooks are not called: they would take the gradient for the whole step's.
-        hidden: hidden states [.., M].
-        labels: of the flattened [..], on hidden's device.
-        chunk: tokens whose logits exist at one time; None: `default_chunk`.
-        scale: the factor by which the caller multiplies the sum before backward. With another factor the gradients
-            are right too, and rounded once more.
-        rule: makes logits of the head's outputs, here in float32 or wider.
-
-    Returns:
-        The sum, a scalar with a gradient, in float32 (or hidden's wider dtype); and each token's loss [..], detached,
-        0 without a label. Without any label the sum is 0, with a gradient of zeros.
+    head: maps [n, M] to logits [n, V]. Its hooks are not called: they would take the gradient for the whole step's.
+    hidden: hidden states [.., M].
+    labels: of the flattened [..], on hidden's device.
+    chunk: tokens whose logits exist at one time; None: `default_chunk`.
+    scale: the factor by which the caller multiplies the sum before backward. With another factor the gradients are
+        right too, and rounded once more.
+    rule: makes logits of the head's outputs, here in float32 or wider.
+    Returns the sum, a scalar with a gradient, in float32 (or hidden's wider dtype); and each token's loss [..],
+        detached, 0 without a label. Without any label the sum is 0, with a gradient of zeros.
     """
     if chunk is None:
         chunk = default_chunk(head, hidden.device)

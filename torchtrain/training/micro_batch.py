@@ -50,14 +50,11 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Take this rank's part of whole rows, plan its attention and find its labels.
 
-    Args:
-        batch: the five arrays [B, T] on the host, as from `torchtrain.data.collate`.
-        world: of this rank; for a GPU the result is in page-locked memory.
-        labels_of: finds the labels of a part and their groups (`Losses.labels_of`).
-        engine: of attention, if what its plan needs shall be made now.
-
-    Raises:
-        UserError: `document_ids` break the mask rule; see `make_plan`.
+    batch: the five arrays [B, T] on the host, as from `torchtrain.data.collate`.
+    world: of this rank; for a GPU the result is in page-locked memory.
+    labels_of: finds the labels of a part and their groups (`Losses.labels_of`).
+    engine: of attention, if what its plan needs shall be made now.
+    Raises UserError: `document_ids` break the mask rule; see `make_plan`.
     """
     batch = pad(batch, world.sequence_parallel)
     rows = plan = make_plan(batch["document_ids"])

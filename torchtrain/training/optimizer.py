@@ -29,9 +29,8 @@ class Optimizer:
 
     Weight decay applies to parameters of two or more dimensions (with embeddings and head), not to norms and biases.
 
-    Args:
-        model: to train; after a backward pass the gradients are in `masters`.
-        train: with weight decay, betas, epsilon and clip_norm. The learning rate is an argument of each step.
+    model: to train; after a backward pass the gradients are in `masters`.
+    train: with weight decay, betas, epsilon and clip_norm. The learning rate is an argument of each step.
     """
 
     def __init__(self, model: nn.Module, train: TrainConfig) -> None:
@@ -66,9 +65,8 @@ class Optimizer:
 
         If the norm is not finite, no weight is updated.
 
-        Args:
-            learning_rate: of this step.
-            known: the value of `norm` if the caller has read it; otherwise this waits for the device.
+        learning_rate: of this step.
+        known: the value of `norm` if the caller has read it; otherwise this waits for the device.
         """
         norm = self.norm() if known is None or self._norm is None else self._norm
         value = norm.item() if known is None else known

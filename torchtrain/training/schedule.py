@@ -13,9 +13,8 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     no step has a rate of zero. `wsd` (arXiv 2404.06395) falls like this in the last `decay_steps`, linearly or by
     1 - sqrt (arXiv 2405.18392); the first of them has the peak.
 
-    Args:
-        step: 0 .. steps - 1.
-        train: with peak, schedule, warmup and steps.
+    step: 0 .. steps - 1.
+    train: with peak, schedule, warmup and steps.
     """
     assert 0 <= step < train.steps
     if step < train.warmup_steps:

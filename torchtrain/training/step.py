@@ -77,14 +77,13 @@ def take_step(
 ) -> StepResult:
     """Take one step of training: the gradient, and the update unless the loss or the gradient is bad.
 
-    Args:
-        strategy: with its model in training mode.
-        batches: from `step_batches`.
-        domains: names, by index.
-        step: its number, from 0.
-        train: settings.
-        fault_of_loss: returns what is wrong with the mean loss, or None. With a fault no weight is updated.
-        on_losses: as for `accumulate`.
+    strategy: with its model in training mode.
+    batches: from `step_batches`.
+    domains: names, by index.
+    step: its number, from 0.
+    train: settings.
+    fault_of_loss: returns what is wrong with the mean loss, or None. With a fault no weight is updated.
+    on_losses: as for `accumulate`.
     """
     rate = learning_rate(step, train)
     losses, live_pairs = accumulate(strategy, batches, domains, train.loss_chunk, on_losses)
@@ -105,16 +104,13 @@ def accumulate(
 ) -> tuple[Losses, int]:
     """Compute the gradient of the mean loss over the step's labelled tokens of all ranks and micro-batches.
 
-    Args:
-        strategy: with its model in training mode.
-        batches: this rank's micro-batches of the step, on the host.
-        domains: names, by index.
-        chunk: tokens whose logits exist at one time; None: `default_chunk`.
-        on_losses: called after each micro-batch with each token's loss [B, t], detached, and this rank's part.
-
-    Returns:
-        The losses and the number of live (query, key) pairs of the whole step. The losses hold the gradient's norm if
-        the strategy knows it before `step`.
+    strategy: with its model in training mode.
+    batches: this rank's micro-batches of the step, on the host.
+    domains: names, by index.
+    chunk: tokens whose logits exist at one time; None: `default_chunk`.
+    on_losses: called after each micro-batch with each token's loss [B, t], detached, and this rank's part.
+    Returns the losses and the number of live (query, key) pairs of the whole step. The losses hold the gradient's norm
+        if the strategy knows it before `step`.
     """
     world = strategy.world
     losses = Losses(domains)

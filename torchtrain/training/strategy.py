@@ -54,23 +54,19 @@ class Strategy(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Run the model on this rank's part of a micro-batch.
 
-        Args:
-            part: of the rows, with its `labels`.
-            plan: of whole rows, or of the part if it has whole documents.
-            chunk: tokens whose logits exist at one time; None: `default_chunk`.
-            scale: the factor by which the caller multiplies the sum before `backward`.
-
-        Returns:
-            As `chunked_cross_entropy`: the sum of the losses, and each token's loss [B, t].
+        part: of the rows, with its `labels`.
+        plan: of whole rows, or of the part if it has whole documents.
+        chunk: tokens whose logits exist at one time; None: `default_chunk`.
+        scale: the factor by which the caller multiplies the sum before `backward`.
+        Returns as `chunked_cross_entropy`: the sum of the losses, and each token's loss [B, t].
         """
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of a loss to the step's.
 
-        Args:
-            loss: a scalar. The scalars of all ranks and calls of a step add up to the mean loss.
-            last: whether this is the step's last call.
+        loss: a scalar. The scalars of all ranks and calls of a step add up to the mean loss.
+        last: whether this is the step's last call.
         """
 
     def norm(self) -> Tensor | None:
@@ -83,9 +79,8 @@ class Strategy(ABC):
 
         If the norm is inf or nan, no weight is updated.
 
-        Args:
-            learning_rate: of this step.
-            norm: the value of `norm` if the caller has read it.
+        learning_rate: of this step.
+        norm: the value of `norm` if the caller has read it.
         """
 
     @abstractmethod
@@ -103,11 +98,10 @@ class Strategy(ABC):
 def make_strategy(model: "PreTrainedModel", attention: str, config: Config, world: World) -> Strategy:
     """Return the strategy that `distributed` asks for.
 
-    Args:
-        model: loaded on every rank; with stage 3 its parameters are cut up already.
-        attention: the engine, from `torchtrain.attention.resolve_engine`.
-        config: of the run.
-        world: of this rank.
+    model: loaded on every rank; with stage 3 its parameters are cut up already.
+    attention: the engine, from `torchtrain.attention.resolve_engine`.
+    config: of the run.
+    world: of this rank.
     """
     if not config.distributed.zero_stage and world.sequence_parallel == 1:
         return Replicated(model, config.train, world)
@@ -119,10 +113,9 @@ def make_strategy(model: "PreTrainedModel", attention: str, config: Config, worl
 class Replicated(Strategy):
     """Weights, float32 masters and AdamW's state on every rank; gradients are summed over ranks before a step.
 
-    Args:
-        model: on this rank's device.
-        train: settings of the optimizer; None for evaluation only.
-        world: of this rank.
+    model: on this rank's device.
+    train: settings of the optimizer; None for evaluation only.
+    world: of this rank.
     """
 
     def __init__(self, model: "PreTrainedModel", train: TrainConfig | None, world: World = ALONE) -> None:

@@ -34,10 +34,8 @@ def resolve_engine(
 ) -> str:
     """Return the engine that will run: `auto` becomes `flash` on CUDA in half precision, `sdpa` anywhere else.
 
-    Where a model caps its logits (`capped`), `auto` becomes `flex` on CUDA and `dense` anywhere else.
-
-    Raises:
-        UserError: the name is unknown, or that engine cannot run here or does not cap. Nothing is chosen in its place.
+    Where a model caps its logits (`capped`), `auto` becomes `flex` on CUDA and `dense` anywhere else. Raises UserError:
+    the name is unknown, or that engine cannot run here or does not cap. Nothing is chosen in its place.
     """
     device = torch.device(device)
     if name == "auto":
@@ -74,26 +72,21 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend under the mask rule.
 
-    Args:
-        q_BTHD: queries, rotated, float [B, T, H, D].
-        k_BTKD: keys, rotated, [B, T, K, D]; H is a multiple of K, query head h reads key/value head h // (H / K).
-        v_BTKD: values [B, T, K, D], or narrower than D.
-        documents: a plan from `make_plan`, or document_ids [B, T] (then the plan is built in this very call).
-        engine: `auto`, or one of `ENGINES`.
-        scale: factor on the logits; default D ** -0.5.
-        sinks_H: attention sinks (gpt-oss): for each query head one more logit of the softmax, with no value.
-        softcap: each scaled logit x becomes softcap * tanh(x / softcap) (Gemma 2).
-        window, keep_anchor: the layer's window, and whether the anchor stays visible beyond it
-            (`torchtrain.attention.rule`).
-
-    Returns:
-        out [B, T, H, D] (as narrow as v) in q's dtype, 0 at padding; and the detached log-sum-exp [B, H, T], with the
-        sink where there is one, -inf at padding, or None from an engine that has none (`sdpa`, and `flex` on a CPU).
-        What padding holds reaches nothing, NaN and infinity neither.
-
-    Raises:
-        UserError: shapes, dtypes or devices that do not fit each other, bad document ids, an engine that cannot run or
-            does not compute what the layer has.
+    q_BTHD: queries, rotated, float [B, T, H, D].
+    k_BTKD: keys, rotated, [B, T, K, D]; H is a multiple of K, query head h reads key/value head h // (H / K).
+    v_BTKD: values [B, T, K, D], or narrower than D.
+    documents: a plan from `make_plan`, or document_ids [B, T] (then the plan is built in this very call).
+    engine: `auto`, or one of `ENGINES`.
+    scale: factor on the logits; default D ** -0.5.
+    sinks_H: attention sinks (gpt-oss): for each query head one more logit of the softmax, with no value.
+    softcap: each scaled logit x becomes softcap * tanh(x / softcap) (Gemma 2).
+    window, keep_anchor: the layer's window, and whether the anchor stays visible beyond it
+        (`torchtrain.attention.rule`).
+    Returns out [B, T, H, D] (as narrow as v) in q's dtype, 0 at padding; and the detached log-sum-exp [B, H, T], with
+        the sink where there is one, -inf at padding, or None from an engine that has none (`sdpa`, and `flex` on a
+        CPU). What padding holds reaches nothing, NaN and infinity neither.
+    Raises UserError: shapes, dtypes or devices that do not fit each other, bad document ids, an engine that cannot run
+        or does not compute what the layer has.
     """
     plan = documents if isinstance(documents, AttentionPlan) else make_plan(documents)
     width = v_BTKD.shape[-1]

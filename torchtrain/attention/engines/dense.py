@@ -18,11 +18,7 @@ MAX_TOKENS = 8192  # a [1, H, T, T] float32 of 32 heads is 8 GiB there
 
 
 def check_tokens(tokens: int) -> None:
-    """Refuse rows whose mask would not fit in memory.
-
-    Raises:
-        UserError: more than 8,192 tokens.
-    """
+    """Refuse rows whose mask would not fit in memory. Raises UserError: more than 8,192 tokens."""
     if tokens > MAX_TOKENS:
         raise UserError(
             f"attention dense: {tokens} tokens a row need a T x T mask; it stops at {MAX_TOKENS}, choose sdpa (or flex)"
@@ -39,10 +35,7 @@ def attend_dense(
     """Attend with a materialised mask.
 
     Returns out [B, T, H, D] in q's dtype and the detached log-sum-exp [B, H, T] (float32, or float64 for float64
-    input).
-
-    Raises:
-        UserError: more than 8,192 tokens a row.
+    input). Raises UserError: more than 8,192 tokens a row.
     """
     B, T, H, D = q_BTHD.shape
     K = k_BTKD.shape[2]

@@ -54,10 +54,8 @@ NEWER = {
 
 
 def find_kernel(engine: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return what runs `flash`, `flash3` or `flash4` on this device in this dtype.
-
-    Raises:
-        UserError: no kernel for this device or dtype, or a package that is missing or cannot be imported.
+    """Return what runs `flash`, `flash3` or `flash4` on this device in this dtype. Raises UserError: no kernel for this
+    device or dtype, or a package that is missing or cannot be imported.
     """
     if device.type != "cuda":
         # torch has no FlashAttention kernel off CUDA; a kernel somebody registered (the tests do, on a CPU) counts.
@@ -94,10 +92,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 def _import_flash_attn() -> Callable[..., Any] | None:
     """Import flash-attn's varlen function; None where the package is not installed.
 
-    flash-attn-4 alone makes a package `flash_attn` without it.
-
-    Raises:
-        UserError: it is installed and cannot be imported.
+    flash-attn-4 alone makes a package `flash_attn` without it. Raises UserError: it is installed and cannot be
+    imported.
     """
     try:
         return importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func
@@ -130,10 +126,8 @@ def _active() -> str | None:
 
 
 def _activate(engine: str, device: torch.device) -> None:
-    """Replace torch's own kernel by a newer generation, once in a process.
-
-    Raises:
-        UserError: another kind of GPU, another generation is active, or the package cannot be imported.
+    """Replace torch's own kernel by a newer generation, once in a process. Raises UserError: another kind of GPU,
+    another generation is active, or the package cannot be imported.
     """
     newer, active = NEWER[engine], _active()
     if capability(device)[0] not in newer.majors:
@@ -172,11 +166,9 @@ def attend_flash(
     """Attend with one varlen call. Returns out [B, T, H, D] and the detached float32 log-sum-exp [B, H, T].
 
     The backward pass adds dq up in no fixed order, unless `torch.use_deterministic_algorithms(True)` is set. With sinks
-    it runs torch's own kernel, whose backward pass can be called with a log-sum-exp that counts the sink.
-
-    Raises:
-        UserError: as `find_kernel`; a head_dim that is over 256 or no multiple of 8; an anchor kept beyond the window;
-            a soft cap with sinks.
+    it runs torch's own kernel, whose backward pass can be called with a log-sum-exp that counts the sink. Raises
+    UserError: as `find_kernel`; a head_dim that is over 256 or no multiple of 8; an anchor kept beyond the window; a
+    soft cap with sinks.
     """
     if layer.keep_anchor:
         raise UserError(

@@ -29,11 +29,8 @@ def attend_flex(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with compiled FlexAttention.
 
-    Returns out [B, T, H, D], and on CUDA the detached float32 log-sum-exp [B, H, T] (None on a CPU).
-
-    Raises:
-        UserError: gradients or sinks on a device other than CUDA, where FlexAttention has no backward pass and gives
-            no log-sum-exp.
+    Returns out [B, T, H, D], and on CUDA the detached float32 log-sum-exp [B, H, T] (None on a CPU). Raises UserError:
+    gradients or sinks on a device other than CUDA, where FlexAttention has no backward pass and gives no log-sum-exp.
     """
     sinks_H = layer.sinks_H
     if sinks_H is not None and not q_BTHD.is_cuda:

@@ -42,10 +42,8 @@ class Heads:
 
 
 def check_engine(engine: str, heads: Heads) -> None:
-    """Compare an engine's output and gradients with `dense` in float64.
-
-    Raises:
-        UserError: they break the error rule, or the engine cannot run here.
+    """Compare an engine's output and gradients with `dense` in float64. Raises UserError: they break the error rule, or
+    the engine cannot run here.
     """
     plan = make_plan(torch.tensor([_ROW])).to(heads.device)
     qkv, weight = _draw(heads, len(_ROW))
@@ -67,13 +65,10 @@ def check_engine(engine: str, heads: Heads) -> None:
 def measure_engines(engines: Sequence[str], rows: Sequence[AttentionPlan], heads: Heads) -> dict[str, float | str]:
     """Measure each engine's forward and backward pass on the last of the rows, after the others.
 
-    Args:
-        engines: names.
-        rows: plans of one row each.
-        heads: of one rank.
-
-    Returns:
-        Seconds, or why the engine cannot be chosen.
+    engines: names.
+    rows: plans of one row each.
+    heads: of one rank.
+    Returns Seconds, or why the engine cannot be chosen.
     """
     found: dict[str, float | str] = {}
     for engine in engines:

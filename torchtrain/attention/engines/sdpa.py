@@ -39,11 +39,9 @@ def attend_sdpa(
     plan: AttentionPlan,
     layer: LayerOptions,
 ) -> tuple[Tensor, None]:
-    """Attend batch by batch. Returns out [B, T, H, D] in q's dtype, and None: SDPA gives no log-sum-exp.
-
-    Raises:
-        UserError: on CUDA torch has no kernel for this dtype and head_dim but the one that holds all pairs;
-            an anchor kept beyond the window; sinks or a window on CUDA.
+    """Attend batch by batch. Returns out [B, T, H, D] in q's dtype, and None: SDPA gives no log-sum-exp. Raises
+    UserError: on CUDA torch has no kernel for this dtype and head_dim but the one that holds all pairs; an anchor kept
+    beyond the window; sinks or a window on CUDA.
     """
     if layer.keep_anchor:
         raise UserError("attention sdpa: does not keep the anchor beyond a window; choose flex or dense")

@@ -63,10 +63,8 @@ def _members(manager: Any, name: str) -> list[str]:
 
 @functools.cache
 def leaves(name: str, include: str | None = None) -> tuple[str, ...]:
-    """Return the tasks of a group or tag; of a task itself. `include` is a folder of task files.
-
-    Raises:
-        UserError: there is no such task.
+    """Return the tasks of a group or tag; of a task itself. `include` is a folder of task files. Raises UserError:
+    there is no such task.
     """
     return (name,) if is_ruler(name) else tuple(_members(_manager_of(name, include), name))
 
@@ -74,16 +72,13 @@ def leaves(name: str, include: str | None = None) -> tuple[str, ...]:
 def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrainedTokenizerFast", folder: str) -> Job:
     """Return a task with its samples.
 
-    Args:
-        task: its name.
-        length: tokens of a prompt and its answer, at most.
-        materials: of RULER's tasks, and the suite.
-        tokenizer: of the model.
-        folder: of the model, for tasks that make their own samples.
-
-    Raises:
-        CannotRunError: its data are missing, or the length leaves no room.
-        UserError: its data are damaged.
+    task: its name.
+    length: tokens of a prompt and its answer, at most.
+    materials: of RULER's tasks, and the suite.
+    tokenizer: of the model.
+    folder: of the model, for tasks that make their own samples.
+    Raises CannotRunError: its data are missing, or the length leaves no room.
+    Raises UserError: its data are damaged.
     """
     suite, include = materials.suite, None
     overrides: dict[str, Any] = {"task": task}

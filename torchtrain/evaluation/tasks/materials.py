@@ -49,11 +49,8 @@ class Materials:
 
     @cached_property
     def haystack(self) -> list[str]:
-        """The haystack's words, in the order of its documents.
-
-        Raises:
-            CannotRunError: the suite names none.
-            UserError: it cannot be read, or holds nothing.
+        """The haystack's words, in the order of its documents. Raises CannotRunError: the suite names none. Raises
+        UserError: it cannot be read, or holds nothing.
         """
         haystack = self.suite.haystack
         if haystack is None:
@@ -65,11 +62,8 @@ class Materials:
         return words
 
     def questions(self, task: str) -> tuple[Any, str, str]:
-        """Return a task's questions as the published JSON has them, the file's name, and its SHA-256.
-
-        Raises:
-            CannotRunError: the suite names none.
-            UserError: they cannot be read, or are not JSON.
+        """Return a task's questions as the published JSON has them, the file's name, and its SHA-256. Raises
+        CannotRunError: the suite names none. Raises UserError: they cannot be read, or are not JSON.
         """
         setting, what = _QUESTIONS[task]
         if (file := getattr(self.suite, setting)) is None:

@@ -75,12 +75,9 @@ def score(doc: Sample, results: list[str]) -> dict[str, float]:
 def load_samples(**metadata: Any) -> dict[str, Any]:
     """Return the samples of a task as lm-eval expects a data set: `custom_dataset` of the YAML files.
 
-    Args:
-        metadata: `ruler` (the task), `length`, `suite` (a YAML file), `pretrained` (a model), and `samples`, which
-            overrides the suite's.
-
-    Raises:
-        UserError: one of them is missing, or as `open_samples`.
+    metadata: `ruler` (the task), `length`, `suite` (a YAML file), `pretrained` (a model), and `samples`, which
+        overrides the suite's.
+    Raises UserError: one of them is missing, or as `open_samples`.
     """
     from torchtrain.modeling.source import open_tokenizer, resolve_source
 
@@ -105,11 +102,9 @@ def as_dataset(samples: list[Sample]) -> dict[str, Any]:
 def open_samples(
     task: str, length: int, tokenizer: "PreTrainedTokenizerFast", materials: Materials
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Return the samples of a task, from the suite's cache if it has them, and all settings that they depend on.
-
-    Raises:
-        CannotRunError: as `make_samples`.
-        UserError: as `make_samples`; or the cache is damaged or cannot be written.
+    """Return the samples of a task, from the suite's cache if it has them, and all settings that they depend on. Raises
+    CannotRunError: as `make_samples`. Raises UserError: as `make_samples`; or the cache is damaged or cannot be
+    written.
     """
     suite = materials.suite
     identity = {
@@ -144,14 +139,10 @@ def make_samples(
     """Make samples of one task, each at most `length` tokens with the room for its answer (fwe_2024_10: without).
 
     The first n samples do not depend on how many are made. Questions (qa) whose own documents do not fit are left out.
-
-    Returns:
-        Of each: `index`, `input`, `gen_prefix`, `outputs` (the answers), `any` (whether one answer is enough), `length`
-        (tokens of prompt, anchor and answer), `max_length`.
-
-    Raises:
-        CannotRunError: the task's material is not set, or the length leaves no room; the message has the least length.
-        UserError: lm-eval is missing or another version, or the haystack is too short.
+    Returns of each: `index`, `input`, `gen_prefix`, `outputs` (the answers), `any` (whether one answer is enough),
+    `length` (tokens of prompt, anchor and answer), `max_length`. Raises CannotRunError: the task's material is not set,
+    or the length leaves no room; the message has the least length. Raises UserError: lm-eval is missing or another
+    version, or the haystack is too short.
     """
     if "haystack" in materials.identity(task) and len(materials.haystack) < length:
         raise UserError(
@@ -188,10 +179,7 @@ class _Library:
 @contextmanager
 def library(seed: int = 42) -> Iterator[_Library]:
     """Yield lm-eval's modules of RULER, seeded. They print nothing, do not use the network, and leave the process's
-    generators as they were.
-
-    Raises:
-        UserError: another version of lm-eval is installed, or a package is missing.
+    generators as they were. Raises UserError: another version of lm-eval is installed, or a package is missing.
     """
     if version("lm_eval") != _VERSION:
         raise UserError(
