@@ -66,7 +66,18 @@ if "bases" in content[0]:  # an experiment that states its contrasts: a loss for
         )
         for one in content[0]["experiment"]["contrasts"]
     ]
-    show(content[0]["measured"], rows, lambda run: -np.mean(run["bos"]["nats"], axis=0))
+    runs, bases = content[0]["measured"], content[0]["bases"]
+    show(runs, rows, lambda run: -np.mean(run["bos"]["nats"], axis=0))
+    names = [f"{cell}-intra" for cell in ("bits2_after", "bits2_before", "bits7_before")]
+    left, quotients = [], []  # what 2 bits after RoPE cost beyond their larger error of scores
+    for seed, base in bases.items():
+        if all(f"{name}-{seed}" in runs for name in names):
+            a, b, c = (-np.mean(runs[f"{name}-{seed}"]["bos"]["nats"], axis=0) for name in names)
+            quotients.append(base["noise"]["bits2_after"] / base["noise"]["bits2_before"])
+            left.append(a - b - (quotients[-1] ** 2 - 1) * (b - c))
+    if len(left) > 1:
+        name = f"2 bits, after - before, less what a {np.mean(quotients):.3f} times larger error explains"
+        print(f"{name}: {judge(np.array(left))[0]} | {len(left)} | -")
 else:  # the experiment before it: a loss for each checkpoint and distance
     ROWS = [
         (

@@ -10,6 +10,7 @@ seeds is one over bases. That counts the chance of single cells twice: intervals
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -66,6 +67,34 @@ def table_of(
         if all(run in measured for run in runs):
             each.append(sum(weight * log_probability(measured[run], opening, distance) for run, weight in runs.items()))
     return np.array(each)
+
+
+def table_beyond_size(
+    measured: Mapping[Run, Measurement], bases: Mapping[str, dict[str, Any]], bits: int, exact: int
+) -> tuple[np.ndarray, float]:
+    """Return what rounding after RoPE costs beyond what its larger error of scores explains.
+
+    That is after less before RoPE under `intra`, [seeds, rows], and the cost of rounding before it times (quotient of
+    the errors, squared, less 1): a cost that goes with the square of the error.
+
+    Args:
+        measured: by runs.
+        bases: what was measured of each seed's base.
+        bits: of both roundings.
+        exact: bits with next to no cost, before RoPE.
+
+    Returns:
+        The table of log-probabilities, and the mean quotient of the errors.
+    """
+    tables, quotients = list[np.ndarray](), list[float]()
+    for seed, base in bases.items():
+        runs = [Run(f"bits{n}_{place}", "intra", int(seed)) for n, place in ((bits, "after"), (bits, "before"))]
+        runs.append(Run(f"bits{exact}_before", "intra", int(seed)))
+        if all(run in measured for run in runs):
+            after, before, unrounded = (log_probability(measured[run]) for run in runs)
+            quotients.append(base["noise"][runs[0].arithmetic] / base["noise"][runs[1].arithmetic])
+            tables.append(after - before - (quotients[-1] ** 2 - 1) * (before - unrounded))
+    return np.array(tables), float(np.mean(quotients)) if quotients else math.nan
 
 
 def log_probability(measured: Measurement, opening: str = "bos", distance: int | None = None) -> np.ndarray:

@@ -15,6 +15,7 @@ from benchmarks.experiment.effects import (
     estimate,
     log_probability,
     read,
+    table_beyond_size,
     table_of,
 )
 from benchmarks.experiment.recall import Measurement
@@ -82,13 +83,10 @@ def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
     head = ["arithmetic", "mask", "seeds", *(f"at {distance}" for distance in distances), "mean", "without BOS", "sink"]
     yield from _table(head, [_cell(measured, cell, len(distances)) for cell in _cells(experiment, measured)])
     yield ""
-    head = ["contrast", *(f"at {distance}" for distance in distances), "rows without BOS"]
-    rows = []
+    head, rows = ["contrast", "in rows without BOS"], []
     for contrast in experiment.contrasts:
-        tables = [table_of(contrast, measured, distance=number) for number in range(len(distances))]
-        tables.append(table_of(contrast, measured, "no_bos"))
-        effects = [estimate(table, experiment.level) for table in tables]
-        rows.append([contrast.question, *("-" if of is None else str(of) for of in effects)])
+        effect = estimate(table_of(contrast, measured, "no_bos"), experiment.level)
+        rows.append([contrast.question, "-" if effect is None else str(effect)])
     yield from _table(head, rows)
     yield ""
     head = ["bits", "logits' error, rounded before RoPE", "after RoPE", "probabilities moved, before", "after"]
@@ -104,6 +102,17 @@ def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
         f"Of {len(bases)} bases: the largest share of attention on BOS in a head is {min(sinks):.2f} to "
         f"{max(sinks):.2f}, the loss at answers {min(nats):.4f} to {max(nats):.4f}."
     )
+    for bits in sorted(experiment.noise)[:-1]:
+        table, quotient = table_beyond_size(measured, bases, bits, max(experiment.noise))
+        beyond = estimate(table, experiment.level)
+        if beyond is not None and beyond.seeds > 1:
+            yield ""
+            name = f"{bits} bits, after - before, less what a {quotient:.3f} times larger error explains"
+            yield from _table(
+                ["not registered", "effect, nats", "seeds", "p"], [[name, str(beyond), f"{beyond.seeds}", "-"]]
+            )
+            yield ""
+            yield "This takes the cost to go with the square of the logits' error. The quotient is the bases' mean."
 
 
 def _cells(experiment: TrainingExperiment, measured: Measured) -> list[tuple[str, str]]:
