@@ -28,7 +28,7 @@ CEILINGS = {
     "lines of tests' code": 22_800,
     "lines of source": 46_500,
     "lines of tests": 29_500,
-    "words of docs": 34_000,
+    "words of docs": 34_600,
     "settings without description": 0,
 }
 
