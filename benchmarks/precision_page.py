@@ -1,6 +1,6 @@
-"""Fill docs/precision.md, which a person writes, with the numbers of the kept studies. Nothing is computed again.
+"""Fill docs/precision.md and README.md with the numbers of the kept studies. Nothing is computed again.
 
-    python -m benchmarks.precision_page          # write the numbers into the page
+    python -m benchmarks.precision_page          # write the numbers into both
     python -m benchmarks.precision_page --keys   # print every key and its text
 
 The page holds markers, `<!--n:key-->0.79 (0.7 to 0.9)<!--/n-->`. `fill_page` writes the text of each key between them.
@@ -9,6 +9,7 @@ interval. A key with several effects gets the range of their values.
 """
 
 import argparse
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from ropestudy.report.effects import Effect, difference_of, exponent_of, fold_of
 from ropestudy.schema import Against, AttentionRecord, Columns, OutputsRecord, Record, Results, read_results
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, KEPT = ROOT / "docs" / "precision.md", ROOT / "benchmarks" / "results"
+PAGE, README, KEPT = ROOT / "docs" / "precision.md", ROOT / "README.md", ROOT / "benchmarks" / "results"
 # The prefix of keys, and the kept study that they are made from.
 STUDIES = {
     "": "precision.json.xz",
@@ -85,8 +86,8 @@ def fill_page(page: str, numbers: Numbers) -> str:
 
 
 def kept_numbers() -> Numbers:
-    """Return the text of every key, from the kept studies and the paper's tables."""
-    numbers = _published()
+    """Return the text of every key, from the kept studies, the paper's tables and the times on a GPU."""
+    numbers = _published() | _on_gpu()
     for prefix, name in STUDIES.items():
         numbers |= make_numbers(read_results(KEPT / name), prefix)
     return numbers
@@ -99,6 +100,13 @@ def _published() -> Numbers:
     contrasts = {"reset": ("intra_reset", "intra"), "anchor": ("anchor", "intra_reset")}
     each = {name: [float(np.mean(np.subtract(run[a], run[b]))) for run in rows] for name, (a, b) in contrasts.items()}
     return {f"paper.{name}": mean_of(values).written() for name, values in each.items()}
+
+
+def _on_gpu() -> Numbers:
+    """Return the time of attention under an anchor over that of full attention, by the tokens of a row."""
+    rows = json.loads((KEPT / "attention-h200.json").read_text(encoding="utf-8"))["rows"]
+    anchored = (row for row in rows if row["name"] == "flash, anchor")
+    return {f"h200.{row['tokens']}": format_number(row["of_full"]["median"]) for row in anchored}
 
 
 def make_numbers(results: Results, prefix: str = "") -> Numbers:
@@ -414,4 +422,6 @@ if __name__ == "__main__":
     if parser.parse_args().keys:
         print("\n".join(f"{key}: {text}" for key, text in kept_numbers().items()))
     else:
-        save(PAGE, fill_page(PAGE.read_text(encoding="utf-8"), kept_numbers()).encode())
+        numbers = kept_numbers()
+        for page in (PAGE, README):
+            save(page, fill_page(page.read_text(encoding="utf-8"), numbers).encode())

@@ -56,20 +56,31 @@ def _table(title: str, version: str, rows: list[tuple[tuple[str, str], tuple[str
         "",
         f"Against transformers {version}.",
         "",
-        "| family | RoPE | theta | scaling | length | logits |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| RoPE | theta | scaling | length | logits |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    return "\n".join(lines + [f"| {' | '.join((*key, *cells))} |" for key, cells in rows])
+    return "\n".join(lines + [f"| {' | '.join((keys, *cells))} |" for cells, keys in _group(rows).items()])
+
+
+def _group(rows: list[tuple[tuple[str, str], tuple[str, ...]]]) -> dict[tuple[str, ...], str]:
+    """Return what is alike of several exports, and which: a type of RoPE, with the family where not all are alike."""
+    groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for key, cells in rows:
+        groups.setdefault(cells, []).append(key)
+    names = {}
+    for cells, keys in groups.items():
+        cases = dict.fromkeys(case for _, case in keys)
+        whole = [case for case in cases if all((family, case) in keys for family in FAMILIES)]
+        names[cells] = "; ".join([*whole, *(f"{case} ({family})" for family, case in keys if case not in whole)])
+    return names
 
 
 def _notes(folders: dict[tuple[str, str], Path]) -> str:
     from transformers import AutoConfig
 
-    lines = ["### What a run says when it exports", "", "| family | RoPE | note |", "| --- | --- | --- |"]
-    for key, folder in folders.items():
-        notes = reader_notes(AutoConfig.from_pretrained(folder))
-        lines += [f"| {' | '.join(key)} | {note} |" for note in notes]
-    return "\n".join(lines)
+    lines = ["### What a run says when it exports", "", "| RoPE | note |", "| --- | --- |"]
+    notes = [(key, (note,)) for key, at in folders.items() for note in reader_notes(AutoConfig.from_pretrained(at))]
+    return "\n".join(lines + [f"| {keys} | {note} |" for (note,), keys in _group(notes).items()])
 
 
 def _compare(ours: dict[str, Any], read: dict[str, Any]) -> tuple[str, ...]:

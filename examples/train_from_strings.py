@@ -10,10 +10,12 @@ texts = [f"Take {n} eggs and {n} spoons of flour, stir, and bake it for {n} minu
 words = ByteLevelBPETokenizer()
 words.train_from_iterator(texts, vocab_size=400, special_tokens=["<s>"], show_progress=False)
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words._tokenizer, bos_token="<s>")
-rows = torchtrain.pack(texts, tokenizer, sequence_length=256)
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-model = torchtrain.attach(LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)))
+model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+rows = torchtrain.pack(texts, tokenizer, sequence_length=256)
+model = torchtrain.attach(model)
 for batch in torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=torchtrain.collate):
     loss = model(**batch).loss
     loss.backward()

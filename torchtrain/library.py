@@ -49,29 +49,23 @@ def pack(
 
     All tokens are held in memory, 4 bytes each. A corpus that is too large for that is one for `torchtrain prepare`.
 
-    Args:
-        documents: strings; lists (or arrays) of token ids; dicts with `text_field` or with `input_ids`; or a
-            `datasets.Dataset` or `IterableDataset`, which yields such dicts. A streamed data set is read to its end.
-            Dicts with `messages`, with `prompt` and `completion`, or with `input_ids` and one of `labels`,
-            `completion_mask` and `assistant_masks` have answers, and only these are targets
-            (`torchtrain.data.answers`).
-        tokenizer: a fast tokenizer. A special token that is written in a text is tokenised as text.
-        sequence_length: T.
-        variant: full, intra, intra_reset or anchor, each with +tag and/or +interleave.
-        text_field: the key of a dict's text.
-        domain_field: the key of a dict's domain, which +tag writes and which `domain_ids` number; None: one domain.
-        append_eos: close each text, and each completion that is a text, with the tokenizer's EOS. Token ids and
-            conversations are taken as they are.
-        seed: of the order of documents.
-        pack_settings: further settings of the section `pack` (docs/settings.md), such as `strategy="best_fit"`, which
-            is the default where documents have answers. `longer="drop"` leaves out those longer than a row.
-
-    Returns:
-        A map-style data set. A row is a dict of `input_ids`, `position_ids`, `document_ids`, `shift_labels` and
+    documents: strings; lists (or arrays) of token ids; dicts with `text_field` or with `input_ids`; or a
+        `datasets.Dataset` or `IterableDataset` of such dicts. A streamed data set is read to its end.
+        Dicts with `messages`, with `prompt` and `completion`, or with `input_ids` and one of `labels`,
+        `completion_mask` and `assistant_masks` have answers, and only these are targets (docs/fine-tuning.md).
+    tokenizer: a fast tokenizer. A special token that is written in a text is tokenised as text.
+    sequence_length: T, the tokens of a row.
+    variant: full, intra, intra_reset or anchor, each with +tag and/or +interleave.
+    text_field: the key of a dict's text.
+    domain_field: the key of a dict's domain, which +tag writes and `domain_ids` number; None: one domain.
+    append_eos: close each text, and each completion that is a text, with the tokenizer's EOS. Token ids and
+        conversations are taken as they are.
+    seed: of the order of documents.
+    pack_settings: further settings of the section `pack` (docs/settings.md), such as `strategy="best_fit"` (the
+        default where documents have answers) and `longer="drop"`, which leaves out those longer than a row.
+    Returns a map-style data set. A row is a dict of `input_ids`, `position_ids`, `document_ids`, `shift_labels` and
         `domain_ids`, int64 [T]. `.to_datasets()` makes a `datasets.Dataset` of it.
-
-    Raises:
-        UserError: a setting, a document or the tokenizer does not fit; there is no document.
+    Raises UserError: a setting, a document or the tokenizer does not fit; there is no document.
     """
     given = {"sequence_length": sequence_length, "variant": variant} | pack_settings
     config = settings.validate(PackConfig, given, "pack")
@@ -114,14 +108,11 @@ def extend(config: "PretrainedConfig", sequence_length: int, **rope: Any) -> "Pr
 
     Inverse frequencies are computed when a model is built, so a model that is loaded already cannot be extended.
 
-    Args:
-        config: of the model.
-        sequence_length: tokens of a row.
-        rope: settings of the section `rope` (docs/settings.md), such as `type="yarn"`; default: `type="ntk"`, or
-            nothing where the model holds the length.
-
-    Raises:
-        UserError: a setting does not fit, or the model cannot be extended so; see `torchtrain.modeling.rope.extend`.
+    config: of the model.
+    sequence_length: tokens of a row.
+    rope: settings of the section `rope` (docs/settings.md), such as `type="yarn"`; default: `type="ntk"`, or
+        nothing where the model holds the length.
+    Raises UserError: a setting does not fit, or the model cannot be extended so.
     """
     from torchtrain.modeling.rope import extend as extend_config
 
@@ -137,17 +128,12 @@ def extend(config: "PretrainedConfig", sequence_length: int, **rope: Any) -> "Pr
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Stack packed rows into the arguments of a causal language model of transformers, after `torchtrain.attach`.
 
-    `shift_labels` hold the target of each token, and the loss is taken from these. `labels` hold the same targets one
-    place later: transformers needs them to compute a loss, and `Trainer` counts the labelled tokens of a step there.
+    The loss is taken from `shift_labels`, the target of each token. `labels` hold the same targets one place later:
+    transformers computes a loss only where it is given them, and `Trainer` counts a step's targets there.
 
-    Args:
-        rows: of `pack`, or of its `to_datasets()`.
-
-    Returns:
-        LongTensors [B, T]: `input_ids`, `position_ids`, `document_ids`, `shift_labels`, `labels`.
-
-    Raises:
-        UserError: rows lack an array, or there are none.
+    rows: of `pack`, or of its `to_datasets()`.
+    Returns LongTensors [B, T]: `input_ids`, `position_ids`, `document_ids`, `shift_labels`, `labels`.
+    Raises UserError: rows lack an array, or there are none.
     """
     if not isinstance(rows, Iterable) or isinstance(rows, Mapping) or not (rows := list(rows)):
         raise UserError("collate: there are no rows; give a list of rows of torchtrain.pack")

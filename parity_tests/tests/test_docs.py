@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from parity_tests import api
 from parity_tests.commands import load_apps
 from torchtrain.config.load import load_config
 
@@ -103,14 +104,19 @@ def parse(words: list[str], wrong: str) -> None:
             assert word.partition("=")[0] in known, f"{wrong}: {word}"
 
 
-def test_the_configuration_that_readme_prints_is_one(tmp_path):
-    blocks = [body for language, body in FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-              if language == "yaml"]  # fmt: skip
-    (tmp_path / "mine.yaml").write_text(blocks[0])
-    assert load_config(tmp_path / "mine.yaml", []).pack.sequence_length == 65536
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_printed_configurations_are_read(page, tmp_path):
+    for language, body in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language == "yaml" and body.startswith("run:"):
+            (tmp_path / "mine.yaml").write_text(body)
+            load_config(tmp_path / "mine.yaml", [])
 
 
-def test_readme_prints_the_example():
+def test_readme_prints_a_part_of_the_example():
     blocks = dict(FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8")))
-    example = (ROOT / "examples" / "train_from_strings.py").read_text(encoding="utf-8")
-    assert blocks["python"].strip() == example.split('"""', 2)[2].strip()
+    assert blocks["python"] in (ROOT / "examples" / "train_from_strings.py").read_text(encoding="utf-8")
+
+
+def test_the_api_page_holds_the_docstrings():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert api.format_page() == page, "python -m parity_tests.api > docs/api.md"

@@ -3,14 +3,12 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from anchorline.errors import UserError
-from benchmarks.precision_page import MARKER, PAGE, fill_page, kept_numbers
+from benchmarks.precision_page import MARKER, PAGE, README, fill_page, kept_numbers
 
-README = Path(__file__).parents[2] / "README.md"
 # What a number of a result looks like; positions, bits and sizes are whole numbers without a unit.
 RESULT = re.compile(r"\d+\.\d+|\d+(?:\.\d+)?e-\d+|\d+ ?%")
 

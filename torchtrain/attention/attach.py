@@ -33,20 +33,20 @@ DOCUMENTS = "documents"  # of `attach`'s engines
 def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _Model:
     """Make a causal language model of transformers train under the mask rule. A refusal leaves the model unchanged.
 
-    It sets the implementation and reads it back, checks on 11 tokens that documents are separate (`check_separation`),
-    and logs the engine in one line. The model then also refuses mistakes that attention cannot see: `document_ids` if
-    another implementation is set, labels that are already shifted, and labels that transformers would shift over the
-    ends of documents, in every batch. It accepts an attention mask that is all ones or numbers the documents. Without
-    `document_ids`, a document begins wherever a position is not the one before plus one, and there is no anchor.
+    It sets the attention implementation, checks on 11 tokens that documents are separate (`check_separation`), and logs
+    the engine in one line. From then on every batch is checked, too. The model refuses `document_ids` if another
+    implementation is set, labels that are already shifted, and labels that transformers would shift over the ends of
+    documents. It accepts an attention mask that is all ones or numbers the documents. Without `document_ids`, a
+    document begins wherever a position is not the one before plus one, and there is no anchor.
 
-    `torch.compile(model, fullgraph=True)` makes one graph, and a small one for the check of labels. Attention is one
-    operation of the graph, with any engine. The backward pass computes attention again.
+    `torch.compile(model, fullgraph=True)` works. Attention is one operation of the graph, with any engine, and is
+    computed again in the backward pass.
 
     model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or compilation.
     engine: `auto`, or one of `torchtrain.attention.ENGINES`. `documents` runs the whole model once for each document,
         the row's anchor in front, with the family's own attention: slow, and right for every family.
-    keep_anchor: in layers with a sliding window, the anchor stays visible beyond the window. By default the window
-        hides it, as it hid the first tokens of a row when the model was trained, and as it will when it is used.
+    keep_anchor: in layers with a sliding window, keep the anchor visible beyond the window. By default the window
+        hides it, as it will when the model is used.
     Returns the same model.
     Raises UserError: no such model, an engine that cannot run here, a family that ignores the setting, a layer that
         leaks, by name, or RoPE that is not the config's.
@@ -86,9 +86,11 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
     for module in inner.modules():
         setattr(module, KEEPS_ANCHOR, keep_anchor)
     _add_hooks(model, inner)
-    logger.warning(
+    limits = _longest_row(inner)
+    logger.log(
+        logging.WARNING if limits else logging.INFO,
         "attached: %s, attention %s on %s in %s, documents are separate%s",
-        *(type(inner).__name__, chosen, inner.device.type, inner.dtype, _longest_row(inner)),
+        *(type(inner).__name__, chosen, inner.device.type, inner.dtype, limits),
     )
     return model
 
@@ -106,7 +108,7 @@ def _copy_config(model: PreTrainedModel) -> None:
 def _attach_whole(model: _Model, inner: PreTrainedModel) -> _Model:
     _add_hooks(model, inner)
     separate_model(inner)
-    logger.warning("attached: %s, it runs a document at a time", type(inner).__name__)
+    logger.info("attached: %s, it runs a document at a time", type(inner).__name__)
     return model
 
 

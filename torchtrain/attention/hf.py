@@ -273,4 +273,4 @@ def _announce(chosen: str, value: Tensor) -> None:
     what = (chosen, value.device.type, value.dtype)
     if what not in announced:
         announced.add(what)
-        logger.warning("attention auto: %s on %s in %s", *what)  # a warning, so that it is seen without logging set up
+        logger.info("attention auto: %s on %s in %s", *what)

@@ -73,7 +73,7 @@ class WithBigrams(nn.Embedding):
 
 def test_it_says_in_one_line_what_runs(caplog):
     model = tiny()
-    with caplog.at_level("WARNING", logger="torchtrain"):
+    with caplog.at_level("INFO", logger="torchtrain"):
         assert torchtrain.attach(model) is model
         model(**batch())
     said = [record.getMessage() for record in caplog.records]

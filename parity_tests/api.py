@@ -1,0 +1,42 @@
+"""The Python API as docs/api.md shows it, made from the docstrings.
+
+python -m parity_tests.api > docs/api.md
+"""
+
+import inspect
+import re
+
+import torchtrain
+
+HEAD = """# Python API
+
+`import torchtrain` is cheap: torch and transformers are imported with the first use of a function.
+[The example](../README.md#in-your-own-training-loop) has all four in their places.
+`python -m parity_tests.api > docs/api.md` makes this page from the docstrings."""
+FUNCTIONS = ("pack", "attach", "collate", "extend")
+
+
+def format_page() -> str:
+    """Return the page: each function's call and docstring."""
+    return "\n\n".join([HEAD, *map(_format_function, FUNCTIONS)]) + "\n"
+
+
+def _format_function(name: str) -> str:
+    function = getattr(torchtrain, name)
+    signature = inspect.signature(function)
+    given = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    call = signature.replace(parameters=given, return_annotation=signature.empty)
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    about = [text if text.startswith("    ") else _format_paragraph(text, [*signature.parameters]) for text in paragraphs]
+    return "\n\n".join([f"## {name}", f"    torchtrain.{name}{call}", *about])
+
+
+def _format_paragraph(text: str, parameters: list[str]) -> str:
+    """Return arguments as a list, and what a function returns and raises as paragraphs."""
+    text = text.replace("\n    ", " ")  # a line that goes on
+    text = re.sub(rf"^({'|'.join(parameters)}): ", r"- `\1`: ", text, flags=re.MULTILINE)
+    return re.sub(r"\n(Returns|Raises) ", r"\n\n**\1** ", text)
+
+
+if __name__ == "__main__":
+    print(format_page(), end="")
