@@ -5,6 +5,7 @@ python -m parity_tests.api > docs/api.md
 
 import inspect
 import re
+import sys
 
 import torchtrain
 
@@ -27,7 +28,9 @@ def _format_function(name: str) -> str:
     given = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
     call = signature.replace(parameters=given, return_annotation=signature.empty)
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
-    about = [text if text.startswith("    ") else _format_paragraph(text, [*signature.parameters]) for text in paragraphs]
+    about = [
+        text if text.startswith("    ") else _format_paragraph(text, [*signature.parameters]) for text in paragraphs
+    ]
     return "\n\n".join([f"## {name}", f"    torchtrain.{name}{call}", *about])
 
 
@@ -39,4 +42,4 @@ def _format_paragraph(text: str, parameters: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    print(format_page(), end="")
+    sys.stdout.write(format_page())
