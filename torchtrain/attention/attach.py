@@ -17,8 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from anchorline.errors import UserError
 from torchtrain.attention.engines.choice import resolve_engine
-from torchtrain.attention.hf import KEEPS_ANCHOR, announced, implementation_name, register
-from torchtrain.attention.masks import MASKED_LAYER_TYPES, NOT_HONOURED, caps_scores, hides_nothing
+from torchtrain.attention.hf import KEEPS_ANCHOR, MISSING, announced, implementation_name, register
+from torchtrain.attention.masks import MASKED_LAYER_TYPES, NOT_HONOURED, caps_scores, hides_nothing, is_generating
 from torchtrain.attention.recurrent import holds_documents, runs_whole, separate_layers, separate_model
 from torchtrain.attention.separation import check_separation
 from torchtrain.marks import IGNORED
@@ -269,6 +269,9 @@ def _check_masks(
         return None
     document_ids, mask, tokens = _documents_given(kwargs), kwargs.get("attention_mask"), _tokens(args, kwargs)
     if document_ids is None or tokens is None:
+        generates = kwargs.get("use_cache") or (not torch.compiler.is_compiling() and is_generating())
+        if tokens is not None and runs_whole(decoder) and not holds_documents(decoder) and not generates:
+            raise UserError(MISSING)  # it would take a row for one document
         return None  # the attention layers refuse it, or it generates
     given = mask, tokens.shape[1], kwargs.get("position_ids"), _positions(decoder)
     if torch.compiler.is_compiling():

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, MambaConfig, MambaForCausalLM, Trainer, TrainingArguments
 
 import torchtrain
 from torchtrain.attention import make_plan
@@ -106,6 +106,27 @@ def test_what_else_tells_documents_must_agree(models, engine, said, refusal):
         return
     with torch.no_grad():
         assert torch.equal(models[engine](**inputs, **said).logits, models[engine](**inputs).logits)
+
+
+@pytest.mark.parametrize(("family", "engine"), [("llama", "auto"), ("llama", "documents"), ("mamba", "documents")])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_row_without_documents_is_never_taken_for_one(family, engine, training):
+    """Neither by a segment mask, nor with labels. Text may still be generated where nothing needs documents."""
+    tokens = tokens_of([WHOLE])
+    sizes = {"vocab_size": 250, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
+    model = tiny_model(family) if family == "llama" else MambaForCausalLM(MambaConfig(**sizes))
+    model = torchtrain.attach(model, engine).train(training)
+    for said in (
+        {},
+        {"labels": tokens},
+        {"attention_mask": torch.ones_like(tokens)},
+        {"attention_mask": torch.tensor([[1, 1, 1, 1, 2, 2, 2]])},
+    ):
+        assert refused(lambda: model(tokens, **said)).startswith(  # noqa: B023
+            ("document_ids: missing", "attention_mask: not honoured by `anchor` unless")
+        )
+    if (family, engine) != ("llama", "auto"):
+        assert model.eval().generate(tokens, max_new_tokens=2, do_sample=False).shape == (1, 9)
 
 
 @pytest.mark.parametrize("engine", ["auto", "documents"])
