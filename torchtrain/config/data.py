@@ -24,8 +24,8 @@ class Source(Section):
     )
     files: PathText | None = Field(
         default=None,
-        description="glob of .jsonl (also .gz or .zst) or .parquet files (a path that exists is no pattern), or an "
-        "fsspec URL such as s3://bucket/*.jsonl.zst",
+        description="glob of .jsonl (also .gz or .zst) or .parquet files, or an fsspec URL such as "
+        "s3://bucket/*.jsonl.zst",
     )
     texts: PathText | None = Field(
         default=None,
@@ -39,26 +39,22 @@ class Source(Section):
     text_field: Name = Field(default="text", description="field of each record that holds its text")
     records: Literal["text", "messages", "completion", "tokens"] = Field(
         default="text",
-        description="what a record holds. text: a text, of which every token is a target. messages: a conversation, of "
-        "which what the assistant says is a target. completion: prompt and completion. tokens: input_ids with labels, "
-        "completion_mask or assistant_masks",
+        description="what a record holds. text: a text, in which every token is a target. messages: a "
+        "conversation, in which the assistant's words are targets. completion: prompt and "
+        "completion. tokens: input_ids with labels, completion_mask or assistant_masks",
     )
     domain: Name | None = Field(default=None, description="one domain for the whole source; default: its own name")
     domain_field: Name | None = Field(
-        default=None, description="field of each record that names its domain (dotted for nested, e.g. `meta.name`)"
+        default=None, description="field of each record that names its domain, such as `meta.name`"
     )
     rename: dict[Name, Name] | None = Field(
         default=None, description="other names of domains: {name in the records: name to use}"
     )
-    max_documents: Count | None = Field(
-        default=None, description="read only the first documents, this many; for a sample, see sample_files"
-    )
+    max_documents: Count | None = Field(default=None, description="read only this many documents from the start")
     sample_files: PositiveShare | None = Field(
-        default=None, description="share of the files (of a dataset's shards) to read, drawn by sample_seed"
+        default=None, description="share of the files or shards to read, drawn by sample_seed"
     )
-    sample: PositiveShare | None = Field(
-        default=None, description="share of the records to keep, each drawn by sample_seed"
-    )
+    sample: PositiveShare | None = Field(default=None, description="share of the records to keep, drawn by sample_seed")
     sample_seed: int = Field(default=0, ge=0, lt=2**32, description="seed of sample_files and sample")
 
     filters: list[FilterConfig] = Field(default=[], max_length=100, description="blocks that drop or change documents")
@@ -95,16 +91,16 @@ class MixtureConfig(Section):
     )
     shares: dict[Name, PositiveShare] | None = Field(
         default=None,
-        description="token share of each domain, in any unit up to 1 each; default: the corpus's own shares",
+        description="token share of each domain; default: the corpus's own shares",
     )
     long_tokens: Count = Field(default=4096, description="least tokens of a long document")
     long_share: Share | None = Field(default=None, description="least share of long documents in each domain's tokens")
     long_weight: Annotated[float, Field(ge=1, le=1e6)] | None = Field(
-        default=None, description="how many times as often a long document is chosen as a short one, in each domain"
+        default=None, description="how many times as often a long document is chosen as a short one"
     )
     most_repeats: Annotated[int, Field(ge=1, lt=2**16)] = Field(
         default=4,
-        description="how often one document may be chosen; tokens that are missing because of this are reported",
+        description="how often one document may be chosen",
     )
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the choice")
 
@@ -121,22 +117,22 @@ class DataConfig(Section):
     sources: list[Source] = Field(default=[], max_length=10_000, description="sources of the documents")
     prepared: PathText | None = Field(
         default=None,
-        description="a store from `torchtrain prepare`; `sources`, if given, must be the same as the store's",
+        description="a store from `torchtrain prepare`; `sources`, if given, must be the store's",
     )
     cache: PathText = Field(default="cache", description="folder for the tokenised corpus and converted models")
     append_eos: bool = Field(default=True, description="end each document with the tokenizer's EOS")
     special_tokens: Literal["text", "control"] = Field(
         default="text",
-        description="how a special token such as </s> in a document's text is read: as text, or as the control token",
+        description="how a special token such as </s> in a text is read",
     )
     chat_template: PathText | None = Field(
         default=None,
-        description="file of a chat template in Jinja, for records: messages; default: the tokenizer's own",
+        description="file of a chat template in Jinja; default: the tokenizer's own",
     )
     min_tokens: Count = Field(default=1, description="shorter documents are dropped and reported")
     bad_record_share: Share = Field(
         default=0.001,
-        description="largest share of bad records (unparsable, or without text); a source with more is refused",
+        description="largest share of bad records; a source with more is refused",
     )
     held_out_share: Share = Field(default=0.05, description="share of each domain's documents kept for evaluation")
     remove_duplicates: bool = Field(

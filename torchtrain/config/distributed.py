@@ -22,14 +22,12 @@ class DistributedConfig(Section):
     )
     share: Literal["heads", "documents"] = Field(
         default="heads",
-        description="how processes share a row. heads: each takes a part of the tokens and exchanges tokens for heads "
-        "in every layer. documents: each takes whole documents and exchanges nothing; rows whose documents do not "
-        "divide evenly are shared as with heads",
+        description="how processes share a row. heads: tokens are exchanged for heads in every layer. "
+        "documents: each takes whole documents and exchanges nothing, where they divide evenly",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,
-        description="DeepSpeed's ZeRO stage spreads over the processes: 1 optimizer state, 2 gradients too, 3 weights "
-        "too; 0 nothing",
+        description="what DeepSpeed spreads over the processes: 1 optimizer state, 2 gradients too, 3 weights too",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         default="none", description="keep in host memory: optimizer state, or with stage 3 all (weights too)"

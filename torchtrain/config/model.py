@@ -11,18 +11,16 @@ class LoraSettings(Section):
     """LoRA by PEFT (arXiv 2106.09685): low-rank adapters are trained; the model's weights are frozen."""
 
     rank: Annotated[int, Field(ge=1, le=2**16)] = Field(default=16, description="PEFT's r")
-    alpha: Real = Field(default=32.0, description="PEFT's lora_alpha: adapters are scaled by alpha / rank")
-    dropout: Beta = Field(default=0.0, description="PEFT's lora_dropout, on the adapters' inputs")
+    alpha: Real = Field(default=32.0, description="PEFT's lora_alpha")
+    dropout: Beta = Field(default=0.0, description="PEFT's lora_dropout")
     target_modules: Literal["all-linear"] | Annotated[list[Name], Field(min_length=1, max_length=10_000)] = Field(
         default="all-linear",
-        description="PEFT's target_modules: linear layers that get adapters, by the end of their names; all-linear: "
-        "all but the head",
+        description="PEFT's target_modules, by the end of their names; all-linear: all linear layers but the head",
     )
     also_train: list[Name] = Field(
         default=[],
         max_length=10_000,
-        description="PEFT's modules_to_save: modules whose weights are trained, by the end of their names, such as "
-        "embed_tokens and norm (LongLoRA)",
+        description="PEFT's modules_to_save: modules trained whole, such as embed_tokens and norm (LongLoRA)",
     )
 
 
@@ -40,37 +38,35 @@ class ModelConfig(Section):
     )
     rotation: Literal["model", "float32"] = Field(
         default="model",
-        description="dtype in which RoPE rotates q and k: the model's, where each product and sum is rounded; or "
-        "float32, with one rounding after it (the paper's)",
+        description="dtype in which RoPE rotates q and k: the model's, with each product and sum rounded; "
+        "or float32, rounded once (the paper's)",
     )
     round_qk: Literal["none", "before_rope", "after_rope"] = Field(
         default="none",
-        description="for experiments in float32: round q, k and their gradients to round_qk_bits of mantissa, before "
-        "or after RoPE",
+        description="for experiments in float32: round q, k and their gradients to round_qk_bits, before or after RoPE",
     )
     round_qk_bits: Annotated[int, Field(ge=1, le=22)] = Field(
         default=7, description="stored mantissa bits that round_qk keeps; bfloat16 has 7"
     )
     fused: Literal["auto", "none", "compile"] = Field(
         default="auto",
-        description="compile: torch.compile fuses norms, rotation, gates and residuals, which rounds less often; needs "
-        "a C++ compiler, or Triton on a GPU; auto: compile on a GPU where nothing refuses it, else none",
+        description="compile: torch.compile fuses what a layer computes element by element, and rounds "
+        "less often; auto: on a GPU where nothing refuses it",
     )
     attention: Literal["auto", Engine] = Field(
         default="auto",
-        description="attention engine; on a GPU auto measures flash and sdpa on two of the run's rows, prints its "
-        "choice and keeps it on resume; on a CPU it is sdpa; it never chooses flash3 (Hopper) or "
-        "flash4 (Hopper, Blackwell)",
+        description="attention engine; auto: sdpa on a CPU, and on a GPU the faster of flash and sdpa on "
+        "two of the run's rows",
     )
     activation_checkpointing: Literal["auto", "keep_attention", "offload"] | bool = Field(
         default=False,
-        description="true: recompute each layer in the backward pass; keep_attention: all but attention; offload: as "
-        "true, with the layer's input in host memory; auto: recompute as little as the free memory allows",
+        description="recompute in the backward pass. true: each layer; keep_attention: all but attention; "
+        "offload: each layer, its input in host memory; auto: as little as the free memory "
+        "allows",
     )
     layer_chunk: Count | None = Field(
         default=None,
-        description="run norms and MLPs on this many tokens at a time, and recompute them in the backward pass (LLaMA, "
-        "Mistral, Qwen); null: all tokens at once",
+        description="run norms and MLPs on this many tokens at a time (LLaMA, Mistral, Qwen); null: all at once",
     )
     lora: LoraSettings | None = Field(default=None, description="train only LoRA adapters; null: train every weight")
     trust_remote_code: bool = Field(

@@ -46,8 +46,8 @@ class PackConfig(Section):
     )
     anchor: Literal["auto"] | int | list[int] = Field(
         default="auto",
-        description="token id(s) at the start of every row; auto: the tokenizer's BOS, else its EOS; []: none, where "
-        "the variant has no anchor",
+        description="token id(s) at the start of every row; auto: the tokenizer's BOS, else its EOS; []: "
+        "none, where the variant has no anchor",
     )
     tag_template: Name = Field(default="Source: {domain}\n", description="text before each document with +tag")
     chunks: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(
@@ -55,8 +55,9 @@ class PackConfig(Section):
     )
     split: Literal["even", "random", "authors"] = Field(
         default="even",
-        description="where +interleave splits a document: into pieces of nearly equal length, or at random points; "
-        "authors: the rule of the authors' code, which splits only documents of 64 to 2,048 tokens, into 2 or 3 pieces",
+        description="where +interleave cuts a document: into nearly equal pieces, or at random points; "
+        "authors: as their code, which cuts only documents of 64 to 2,048 tokens, into 2 or 3 "
+        "pieces",
     )
     cross_document_targets: bool = Field(
         default=False, description="train a document's last token to predict the next document's first (the authors')"
@@ -64,14 +65,14 @@ class PackConfig(Section):
     last: Literal["pad", "drop"] = Field(default="pad", description="the last, unfilled row is padded or dropped")
     longer: Literal["refuse", "drop"] = Field(
         default="refuse",
-        description="a document that is longer than a row, in a corpus with answers (data.sources: records), which is "
-        "never cut: end with an error, or leave it out",
+        description="in a corpus with answers, what to do with a document that is longer than a row: end "
+        "with an error, or leave it out",
     )
     strategy: Literal["sequential", "best_fit", "by_length"] = Field(
         default="sequential",
-        description="how rows are filled. sequential (the paper's): documents end to end. best_fit: only documents "
-        "longer than a row are split; each piece goes where the least room is left. by_length: end to end, sorted by "
-        "length, so that the rows of a step are alike",
+        description="how rows are filled. sequential (the paper's): documents end to end. best_fit: only "
+        "documents longer than a row are cut. by_length: end to end, sorted by length, so that "
+        "the rows of a step are alike",
     )
 
     @model_validator(mode="after")

@@ -33,13 +33,12 @@ class RopeConfig(Section):
         description="RoPE scaling by transformers' name; ntk: a larger theta; keep: the model's own",
     )
     theta: Theta | Literal["keep", "paper"] = Field(
-        default="keep", description="rope_theta: a number, the model's own, or the paper's for this context length"
+        default="keep", description="rope_theta: a number, the model's own, or the paper's for this length"
     )
     factor: Stretch | None = Field(default=None, description="scale; default: new length / original length")
     original_max_position_embeddings: Count | None = Field(
         default=None,
-        description="positions of a model with linear scaling before that scaling; needed if its config.json does not "
-        "say",
+        description="positions of a linearly scaled model before scaling, if its config.json does not say",
     )
     attention_factor: Stretch | None = Field(
         default=None, description="yarn, longrope: factor on cos and sin; default: the model's, else the type's formula"
@@ -53,8 +52,8 @@ class RopeConfig(Section):
     )
     truncate: bool | None = Field(
         default=None,
-        description="yarn: round the ends of the ramp between the two to whole dimensions; default: the model's, else "
-        "true",
+        description="yarn: round the ends of the ramp between the two to whole dimensions; default: the "
+        "model's, else true",
     )
     mscale: Stretch | None = Field(
         default=None,

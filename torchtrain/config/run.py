@@ -26,17 +26,16 @@ class SaveConfig(Section):
     )
     asynchronous: bool = Field(
         default=True,
-        description="copy the state to host memory (12 bytes a weight) and write it while training goes on; a run "
-        "killed meanwhile resumes from the checkpoint before",
+        description="copy the state to host memory (12 bytes a weight) and write it while training goes on",
     )
-    keep: Count = Field(default=2, description="number of checkpoints to keep, the last ones")
+    keep: Count = Field(default=2, description="number of checkpoints to keep")
     last: Count = Field(
         default=1,
-        description="number of models to keep: the trained one, and in exports/ models of earlier steps",
+        description="number of models to keep: the trained one, and earlier ones in exports/",
     )
     last_every: Count | None = Field(
         default=None,
-        description="steps between two of the models that last keeps; default: models of the last checkpoints",
+        description="steps between two of these models; default: as checkpoints",
     )
 
     @model_validator(mode="after")

@@ -16,16 +16,14 @@ class TrainConfig(Section):
     learning_rate: Real = Field(default=2e-5, description="AdamW's peak learning rate")
     schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
         default="constant",
-        description="how the learning rate changes after the warm-up; wsd stays at the peak and falls in the last "
-        "`decay_steps`",
+        description="how the learning rate changes after the warm-up; wsd falls in the last `decay_steps`",
     )
     decay_steps: Count | None = Field(default=None, description="of wsd: steps in which the learning rate falls")
     decay: Literal["linear", "sqrt"] = Field(
-        default="linear", description="of wsd: how it falls; sqrt is 1 - sqrt(the share of `decay_steps` that is done)"
+        default="linear",
+        description="of wsd: how it falls; sqrt: by the root of the share of `decay_steps` that is done",
     )
-    warmup_steps: CountOrZero = Field(
-        default=0, description="steps in which the learning rate rises to its peak, by the same amount in each"
-    )
+    warmup_steps: CountOrZero = Field(default=0, description="steps in which the learning rate rises to its peak")
     min_learning_rate_share: Share = Field(
         default=0.0, description="share of the learning rate at which cosine, linear and wsd end"
     )
@@ -37,22 +35,21 @@ class TrainConfig(Section):
     clip_norm: Real | None = Field(default=1.0, description="largest norm of the gradient; null: no clipping")
     loss_chunk: Count | None = Field(
         default=None,
-        description="tokens whose logits exist at one time; null: 1,024 on a CPU, and on a GPU thousands whose float32 "
-        "logits take half a GiB",
+        description="tokens whose logits exist at one time; null: 1,024 on a CPU, on a GPU as many as take "
+        "half a GiB in float32",
     )
     deterministic: bool = Field(
         default=False,
-        description="use deterministic algorithms on a GPU, so that a run repeats and resumes bit by bit; "
-        "FlashAttention's backward pass then takes more time and memory",
+        description="use deterministic algorithms on a GPU, so that a run resumes bit by bit; "
+        "FlashAttention then takes more time and memory",
     )
     skip_bad_steps: CountOrZero = Field(
         default=0,
-        description="number of bad steps that the run may leave out: loss or gradient is not finite, or the loss "
-        "spikes",
+        description="number of bad steps that the run may leave out",
     )
     loss_spike: Annotated[float, Field(gt=1, le=1e30)] | None = Field(
         default=None,
-        description="a step is bad too if its loss is above this many times the mean of the 16 losses before it",
+        description="a step is bad if its loss is more than this many times the mean of the last 16",
     )
 
     @model_validator(mode="after")

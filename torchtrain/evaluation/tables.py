@@ -96,11 +96,13 @@ def _save(option: str, texts: Mapping[Path, str]) -> None:
 
 
 def _as_markdown(tables: Sequence[ScoreTable], facts: Mapping[str, str]) -> str:
-    lines = []
+    lines, told = [], set[str]()  # a note is written below the first table that it belongs to
     for table in tables:
+        notes = [note for note in table.notes if note not in told]
+        told.update(notes)
         rows = [table.head, ["---"] * len(table.head), *([name, *cells] for name, cells in table.rows)]
         cells = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-        lines += [f"## {table.title}", "", *cells, "", *(f"{note}\n" for note in table.notes)]
+        lines += [f"## {table.title}", "", *cells, "", *(f"{note}\n" for note in notes)]
     return "\n".join([*lines, *(f"- {name}: {what}" for name, what in facts.items()), ""])
 
 
