@@ -1,4 +1,4 @@
-"""What can go wrong around a run, each fault injected: signals, locks, disks, damage, changed material."""
+"""What can go wrong around a run, each fault injected: locks, disks, changed material; and what a run leaves."""
 
 import errno
 import json
@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import signal
-from contextlib import suppress
+import stat
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anchorline import files
+from anchorline.errors import UserError
+from anchorline.files import entries_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
-from torchtrain.errors import Terminated
 from torchtrain.run import recipe
 from torchtrain.run.lock import hold, is_held
 from torchtrain.run.status import status_lines
-from torchtrain.run.termination import Termination
 from torchtrain.run.verify import verify_folder
 from torchtrain.tests.run_fixtures import (
     QUIET,
@@ -30,140 +30,6 @@ from torchtrain.tests.run_fixtures import (
 )
 from torchtrain.tests.runs import assert_same, tree_of
 from torchtrain.tests.tiny import refused
-
-# --- SIGTERM ----------------------------------------------------------------------------------------------------------
-
-# Of a run that was stopped in step 5: it keeps those of 5 and 6, and one that nothing stopped those of 4 and 6.
-OTHER_CHECKPOINTS = ("checkpoints/step-00000004/", "checkpoints/step-00000005/")
-
-
-@pytest.mark.parametrize(("name", "number", "code"), [("SIGTERM", signal.SIGTERM, 143), ("Ctrl-C", signal.SIGINT, 130)])
-def test_a_signal_in_a_step_saves_after_it(place, straight, name, number, code):
-    assert place.train(name, WAITING, at="gradient", nth=3, signal=number) == code
-    folder = place.folder / name
-    assert place.last_line(name) == (
-        f"torchtrain: stopped by {name} after step 3, which is saved; to resume: torchtrain resume {folder}"
-    )
-    how = "the run finishes the step that runs now, saves it, and ends; step 2 is saved so far"
-    assert f"{name:<10}{how}; {name} again ends it at once" in place.log(name)
-    assert Checkpoints(folder / "checkpoints").steps() == [2, 3]
-    assert place.resume(name) == 0
-    assert_same(folder, straight)
-
-
-ALL_LONG = {"set": {"torchtrain.run.recipe._LONG": 0.0}}
-DROPOUT = ("model.lora.rank=2", "model.lora.dropout=0.5")  # draws random numbers in every micro-batch
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize(
-    ("overrides", "nth", "steps", "number", "code", "how"),
-    [
-        ((), 1, [], signal.SIGTERM, 143, "SIGTERM in step 1; nothing is saved"),
-        ((), 4, [2, 3], signal.SIGINT, 130, "Ctrl-C after step 3, which is saved"),
-        (DROPOUT, 1, [], signal.SIGINT, 130, "Ctrl-C in step 1; nothing is saved"),
-        (DROPOUT, 3, [2], signal.SIGTERM, 143, "SIGTERM after step 2, which is saved"),
-        (DROPOUT, 6, [4, 5], signal.SIGTERM, 143, "SIGTERM after step 5, which is saved"),
-    ],
-)
-def test_a_signal_in_a_long_step_does_not_wait_for_its_end(place, straight, overrides, nth, steps, number, code, how):
-    """The step is taken again, with the same bits. The first step counts as long."""
-    if overrides and not (place.folder / "straight-dropout").exists():
-        assert place.train("straight-dropout", *overrides) == 0
-    name = f"long-{len(overrides)}-{nth}"
-    more = ALL_LONG if nth > 1 else {}
-    assert place.train(name, WAITING, *overrides, at="gradient", nth=nth, signal=number, **more) == code
-    folder = place.folder / name
-    assert place.last_line(name) == f"torchtrain: stopped by {how}; to resume: torchtrain resume {folder}"
-    saved = f"step {steps[0]} is saved so far" if steps else "no step is saved so far"
-    answer = f"the run ends after the micro-batch that runs now, and saves the steps that are done; {saved}; "
-    assert answer in place.log(name)
-    assert Checkpoints(folder / "checkpoints").steps() == steps
-    assert place.resume(name) == 0
-    assert_same(folder, place.folder / "straight-dropout" if overrides else straight, but=OTHER_CHECKPOINTS)
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize(
-    ("phase", "number", "said"),
-    [
-        ("config", signal.SIGTERM, "stopped by SIGTERM"),
-        ("tokenizer", signal.SIGTERM, "stopped by SIGTERM"),
-        ("model", signal.SIGTERM, "stopped by SIGTERM"),
-        ("model", signal.SIGINT, "interrupted"),
-    ],
-)
-def test_no_library_takes_a_signal_for_its_own_error(place, phase, number, said):
-    name = f"reading-{phase}"
-    assert place.train(name, at=phase, signal=number) == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
-    assert place.last_line(name) == f"torchtrain: {said}; there is no run yet: start it again"
-
-
-def test_a_signal_that_a_library_swallows_is_obeyed_before_the_first_step():
-    """As in a destructor, from which Python lets no exception out."""
-    with Termination() as termination:
-        termination.advice = "to resume"
-        with suppress(BaseException):
-            os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Terminated, match=r"^stopped by SIGTERM; to resume$"), termination.defer():
-            pytest.fail("the steps began")
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize(
-    ("phase", "nth", "steps", "number", "code", "told"),
-    [
-        ("evaluation", 1, [], signal.SIGTERM, 143, "stopped by SIGTERM"),
-        ("evaluation", 3, [4, 6], signal.SIGTERM, 143, "stopped by SIGTERM after step 6"),
-        ("export", 3, [4, 6], signal.SIGTERM, 143, "stopped by SIGTERM; to resume from the last checkpoint"),
-        (
-            "evaluation",
-            1,
-            [],
-            signal.SIGINT,
-            130,
-            "torchtrain: interrupted; to resume from the last checkpoint: torcht",
-        ),
-    ],
-)
-def test_a_signal_anywhere_else_ends_at_once(place, straight, phase, nth, steps, number, code, told):
-    name = f"term-{phase}-{nth}-{code}"
-    assert place.train(name, at=phase, nth=nth, signal=number) == code
-    assert told in place.last_line(name)
-    assert Checkpoints(place.folder / name / "checkpoints").steps() == steps
-    assert place.resume(name) == 0
-    assert_same(place.folder / name, straight)
-
-
-def test_sigterm_at_the_end_loses_no_step(place, straight):
-    """Of a number of steps that `save.every` does not divide; and of a run that saves nothing on its own."""
-    assert place.train("term-odd", "train.steps=5", at="export", nth=3, signal=signal.SIGTERM) == 143
-    assert Checkpoints(place.folder / "term-odd" / "checkpoints").steps() == [4, 5]
-    never = ("save.every=0", "save.last=1")
-    assert place.train("term-none", *never, at="evaluation", nth=3, signal=signal.SIGTERM) == 143
-    assert "after step 6, which is saved" in place.last_line("term-none")
-    assert place.resume("term-none") == 0
-    assert (place.folder / "term-none" / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
-
-
-def test_sigterm_before_there_is_a_run(place):
-    assert place.train("term-early", at="folder", signal=signal.SIGTERM) == 143
-    assert place.last_line("term-early") == "torchtrain: stopped by SIGTERM; there is no run yet: start it again"
-    assert not (place.folder / "term-early").exists()
-
-
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_sigterm_while_saving_lets_the_save_end(place, straight, asynchronous):
-    kept = {"4, which": [2, 4], "5, which": [4, 5], "6, which": [4, 6]}  # the step that training is in meanwhile
-    name = f"term-save-{asynchronous}"
-    more = f"save.asynchronous={asynchronous}"
-    assert place.train(name, more, at="manifest", nth=2, signal=signal.SIGTERM) == 143
-    (steps,) = [steps for step, steps in kept.items() if f"after step {step} is saved" in place.last_line(name)]
-    assert steps == [2, 4] or asynchronous == "true"
-    assert Checkpoints(place.folder / name / "checkpoints").steps() == steps
-    assert place.resume(name) == 0
-    assert_same(place.folder / name, straight, but=OTHER_CHECKPOINTS if steps == [4, 5] else ())
-
 
 # --- who may work where -----------------------------------------------------------------------------------------------
 
@@ -340,3 +206,58 @@ def test_a_corpus_that_was_tokenised_to_something_else(place, straight, interrup
     assert "tokens.domains" in place.last_line(interrupted)
     assert place.resume(interrupted) == 0
     assert_same(place.folder / interrupted, straight)
+
+
+# --- what a run leaves, and what resume removes -----------------------------------------------------------------------
+
+
+def test_outputs_list_what_was_exported(straight):
+    outputs = json.loads((straight / "outputs.json").read_text())
+    assert outputs["finished"] == 6
+    assert set(outputs["models"]) == {"model", "exports/step-00000002", "exports/step-00000004"}
+    for name, listed in outputs["models"].items():
+        assert listed == {file: entry.model_dump() for file, entry in entries_of(straight / name).items()}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_all_that_a_run_leaves_follows_the_umask(fresh, umask):
+    train, here = fresh
+    before = os.umask(umask)
+    try:
+        train(here / "run")
+    finally:
+        os.umask(before)
+    files_and_folders = list((here / "run").rglob("*"))
+    assert (here / "run" / "model" / "model.safetensors") in files_and_folders
+    for path in [here / "run", *files_and_folders]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o777 if path.is_dir() else 0o666) & ~umask, path
+
+
+@pytest.mark.parametrize("name", ["model/notes.txt", "exports/step-00000004/notes.txt"])
+def test_an_earlier_step_removes_later_models_but_not_a_users_file(done, straight, name):
+    (done / name).write_text("the user's")
+    before = tree_of(done)
+    config = load_config(done / "config.yaml", [f"run.folder={done}"])
+    with pytest.raises(UserError, match=rf"{done}/{name}: was not written by the run"):
+        recipe.resume(config, step=0 if name.startswith("exports") else 4, console=QUIET)
+    assert tree_of(done) == before
+    (done / name).unlink()
+    recipe.resume(config, step=0 if name.startswith("exports") else 4, console=QUIET)
+    assert_same(done, straight)
+
+
+def test_checkpoints_are_retained_after_an_interruption(place, straight):
+    """Killed between the last commit and what follows it, no checkpoint too many stays."""
+    assert place.train("retained", at="committed", nth=3) == -signal.SIGKILL
+    folder = place.folder / "retained"
+    assert Checkpoints(folder / "checkpoints").steps() == [2, 4, 6]
+    for left in (
+        "model.partial",
+        "model.deleted",
+        "exports/step-00000004.deleted",
+        "checkpoints/step-00000002.deleted",
+    ):
+        (folder / left).mkdir()
+    assert place.resume("retained") == 0
+    assert_same(folder, straight)
+    assert not [*folder.glob("**/*.partial"), *folder.glob("**/*.deleted")]
