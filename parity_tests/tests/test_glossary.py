@@ -18,12 +18,6 @@ NAMES = sorted(
 )
 
 
-def test_each_term_stands_once_and_says_where_it_is():
-    terms = [term for term, _ in TERMS]
-    assert len(terms) == len(set(terms)) > 20
-    assert [term for term, line in TERMS if not line.endswith("`")] == []
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_what_it_names_exists(name):
     module, attributes = name, []

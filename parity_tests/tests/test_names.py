@@ -9,7 +9,7 @@ import transformers
 
 from anchorline.errors import UserError
 from parity_tests.comparing.dumps import Array, Dump, open_dump
-from parity_tests.comparing.names import load_names, recognise, rename, shipped_names
+from parity_tests.comparing.names import load_names, recognise, rename
 from parity_tests.record import record
 
 T, H, K, D, M, F, RANKS = 6, 4, 2, 8, 16, 10, 2
@@ -207,7 +207,3 @@ def test_a_model_of_transformers_is_recognised_and_its_heads_are_apart(family, t
             found[f"layers.{i}.attn_residual"] + found.get(f"layers.{i}.mlp_norm", found[f"layers.{i}.mlp"]),
             found[f"layers.{i}.residual"], atol=1e-5,
         )  # fmt: skip
-
-
-def test_every_map_says_whose_names_it_has():
-    assert all(load_names(name).about for name in shipped_names())

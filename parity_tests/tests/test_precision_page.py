@@ -48,16 +48,3 @@ def test_a_script_with_numpy_alone_recomputes_the_verdicts(page):
 def test_an_unknown_key_is_refused():
     with pytest.raises(UserError, match=r"'no\.such' is unknown"):
         fill_page("<!--n:no.such-->1<!--/n-->", {})
-
-
-def test_what_the_prose_says_in_words_holds():
-    """Sentences without a number: all, none, least, less."""
-    numbers = kept_numbers()
-    for key in ("first.largest", "first.least_logits"):
-        assert numbers[key] == numbers["first.cases"]
-    assert numbers["unrounded.near.excludes_1"] == numbers["unrounded.near.cases"]
-    assert (numbers["first.above_half"], numbers["inv_freq.far.trained.loss_moved"]) == ("0", "0")
-    assert numbers["rotate32.near.loss_moved"] == "0"
-    for key in ("places.reset.256", "places.anchor_over_reset.256"):
-        assert numbers[f"{key}.excludes_1"] == numbers[f"{key}.cases"]
-    assert numbers["places.anchor_over_bare.256.excludes_1"] == "0"

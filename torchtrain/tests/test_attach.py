@@ -172,12 +172,6 @@ def test_the_checks_of_a_graph_are_those_of_a_model_without_one(caplog):
     assert refused(lambda: check(tokens, targets, None, ids)).startswith("labels: each is already the next token")
 
 
-def test_an_engine_by_name_and_one_that_cannot_run():
-    assert torchtrain.attach(tiny(), "dense").config._attn_implementation == "anchor_dense"
-    assert refused(lambda: torchtrain.attach(tiny(), "fast")).startswith("attention 'fast': unknown engine")
-    assert "no backward pass on cpu" in refused(lambda: torchtrain.attach(tiny(), "flex"))
-
-
 def test_a_length_that_it_could_not_see_is_told(caplog):
     torchtrain.attach(tiny("llama4_text", num_local_experts=2, intermediate_size_mlp=48, head_dim=8))
     assert "a row of more than 8,192 tokens is refused (attention_chunk_size)" in caplog.text
@@ -192,13 +186,6 @@ def test_a_window_is_told_and_hides_the_anchor_unless_it_is_kept(keep_anchor, ca
     embeds = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
     model(inputs_embeds=embeds, **inputs, use_cache=False).logits[:, -1].square().sum().backward()
     assert embeds.grad.any(-1)[0].nonzero().flatten().tolist() == [*([0] if keep_anchor else []), 9, 10, 11]
-
-
-def test_capped_logits_choose_an_engine_that_caps(caplog):
-    torchtrain.attach(tiny("gemma2", head_dim=8))
-    assert "attached: Gemma2ForCausalLM, attention dense on cpu" in caplog.text
-    said = refused(lambda: torchtrain.attach(tiny("gemma2", head_dim=8), "sdpa"))
-    assert "sdpa: does not cap logits" in said
 
 
 @pytest.mark.parametrize("leaks", [False, True])
@@ -231,31 +218,52 @@ def test_the_model_is_left_as_it_was(leaks):
     assert state() == before
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_layer_that_leaks_is_named(frozen):
+def leaky(frozen: bool) -> nn.Module:
     model = tiny().requires_grad_(not frozen)
     model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
-    assert refused(lambda: torchtrain.attach(model)).startswith(
-        "model.layers.1.mlp (Shifted): carries one document into"
-    )
+    return model
 
 
-def test_a_state_space_model_is_refused_by_its_mixer():
-    message = refused(lambda: torchtrain.attach(tiny("mamba")))
-    assert message.startswith("backbone.layers.0.mixer (MambaMixer): carries one document into another")
-
-
-def test_an_embedding_of_several_tokens_is_named():
+def with_bigrams() -> nn.Module:
     model = tiny()
     model.model.embed_tokens = WithBigrams(61, 32)
-    assert refused(lambda: torchtrain.attach(model)).startswith("model.embed_tokens.bigrams: looks up several tokens")
+    return model
 
 
-def test_a_model_in_which_nothing_can_be_seen_is_refused():
+def blind() -> nn.Module:
     model = tiny()
     for layer in model.model.layers:
         nn.init.zeros_(layer.self_attn.o_proj.weight)
-    assert "sees no other token of its own document" in refused(lambda: torchtrain.attach(model))
+    return model
+
+
+def test_an_engine_by_name_or_one_that_caps_logits(caplog):
+    assert torchtrain.attach(tiny(), "dense").config._attn_implementation == "anchor_dense"
+    torchtrain.attach(tiny("gemma2", head_dim=8))
+    assert "attached: Gemma2ForCausalLM, attention dense on cpu" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "engine", "said"),
+    [
+        (lambda: leaky(frozen=False), "auto", "model.layers.1.mlp (Shifted): carries one document into"),
+        (lambda: leaky(frozen=True), "auto", "model.layers.1.mlp (Shifted): carries one document into"),
+        (lambda: tiny("mamba"), "auto", "backbone.layers.0.mixer (MambaMixer): carries one document into another"),
+        (with_bigrams, "auto", "model.embed_tokens.bigrams: looks up several tokens"),
+        (blind, "auto", "sees no other token of its own document"),
+        (lambda: tiny("falcon"), "auto", "attach: FalconForCausalLM computes attention in its own way"),
+        (lambda: tiny(attention_dropout=0.1).eval(), "auto", "attention_dropout: 0.1"),
+        (lambda: nn.Linear(2, 2), "auto", "is not a causal language model of transformers"),
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), "auto", "is not a causal language model of transformers"),
+        (lambda: tiny().to("meta"), "auto", "the model is on the device meta"),
+        (tiny, "fast", "attention 'fast': unknown engine"),
+        (tiny, None, "attention None: unknown engine"),
+        (tiny, "flex", "no backward pass on cpu"),
+        (lambda: tiny("gemma2", head_dim=8), "sdpa", "sdpa: does not cap logits"),
+    ],
+)
+def test_what_it_refuses_is_named(make, engine, said):
+    assert said in refused(lambda: torchtrain.attach(make(), engine))
 
 
 def test_a_hybrid_is_refused_at_the_first_call_without_attach():
@@ -312,29 +320,10 @@ def test_rope_is_that_of_the_config(family, changes, change, refusal):
             assert refused(lambda: torchtrain.attach(model, engine)).startswith(refusal)  # noqa: B023
 
 
-def test_a_family_that_ignores_the_setting():
-    message = refused(lambda: torchtrain.attach(tiny("falcon")))
-    assert message.startswith("attach: FalconForCausalLM computes attention in its own way")
-
-
 def test_a_family_that_drops_document_ids_is_told_so(monkeypatch):
     monkeypatch.setattr("torchtrain.attention.recurrent._HANDS_NOTHING_ON", {})
     message = refused(lambda: torchtrain.attach(tiny("stablelm")))
     assert re.match(r"document_ids: \w+DecoderLayer was given them and does not hand them on", message)
-
-
-def test_dropout_of_attention_is_refused_in_eval_mode_too():
-    assert refused(lambda: torchtrain.attach(tiny(attention_dropout=0.1).eval())).startswith("attention_dropout: 0.1")
-
-
-@pytest.mark.parametrize("what", [nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2))])
-def test_what_is_no_causal_model(what):
-    assert "is not a causal language model of transformers" in refused(lambda: torchtrain.attach(what))
-
-
-def test_arguments_of_another_kind_are_named():
-    assert refused(lambda: torchtrain.attach(tiny(), None)).startswith("attention None: unknown engine")  # type: ignore
-    assert "the model is on the device meta" in refused(lambda: torchtrain.attach(tiny().to("meta")))
 
 
 def test_lora_and_gradient_checkpointing():

@@ -4,6 +4,8 @@ Truth is torch's kernel in float64; the allowance is what float32 errs whose res
 than FlashAttention-2's roundings make.
 """
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,12 +36,13 @@ def run(attention, q, k, v, weight):
     return dict(zip(NAMES, [out.detach(), *torch.autograd.grad(out, leaves, weight)], strict=True))
 
 
+@cache
+def by_torch(dtype, wide):
+    return run(torch_own, *(x.to(wide) for x in draw(dtype)))
+
+
 def judged(attention, dtype):
-    drawn = draw(dtype)
-    got, truth, reference = (
-        run(f, *(x.to(wide) for x in drawn))
-        for f, wide in ((attention, dtype), (torch_own, torch.float64), (torch_own, torch.float32))
-    )
+    got, truth, reference = run(attention, *draw(dtype)), *(by_torch(dtype, x) for x in (torch.float64, torch.float32))
     name = str(dtype).removeprefix("torch.")
     return {x: judge(got[x].double(), truth[x], reference[x].to(dtype).double(), name) for x in NAMES}
 

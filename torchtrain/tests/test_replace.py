@@ -5,6 +5,7 @@ import shutil
 import signal
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from anchorline.errors import UserError, quoted
@@ -51,23 +52,19 @@ def test_a_run_does_not_read_from_the_run_that_it_replaces(fresh, done, field):
     assert tree_of(done) == before
 
 
-def test_a_run_that_came_in_the_meantime_is_not_replaced(fresh, done, monkeypatch):
-    """The folder was empty when it was checked first."""
-    train, here = fresh
-    shutil.move(done, here / "other")
-    real = recipe.set_up
+def test_a_run_that_came_in_the_meantime_is_not_replaced(place, done, tmp_path):
+    """The folder was empty when it was checked first: the other run comes when this one says what it prepares."""
+    shutil.move(done, tmp_path / "other")
 
-    def set_up(*arguments):
-        made = real(*arguments)
-        shutil.copytree(here / "other", done)
-        return made
+    class Watched(Console):
+        def print(self, *_, **__):
+            if not done.exists():
+                shutil.copytree(tmp_path / "other", done)
 
-    monkeypatch.setattr(recipe, "set_up", set_up)
-    with pytest.raises(
-        UserError, match=r"already holds a run; go on with it by --resume, or by: torchtrain resume .*; or choose"
-    ):
-        train(done)
-    assert tree_of(done) == tree_of(here / "other")
+    told = r"already holds a run; go on with it by --resume, or by: torchtrain resume .*; or choose"
+    with pytest.raises(UserError, match=told):
+        recipe.train(load_config(place.config, [f"run.folder={done}"]), console=Watched(quiet=True))
+    assert tree_of(done) == tree_of(tmp_path / "other")
 
 
 def test_killed_while_it_replaces(place, straight):
