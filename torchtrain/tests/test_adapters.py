@@ -357,6 +357,7 @@ def test_a_layer_in_float32_beside_layers_in_bfloat16_gets_an_adapter_too():
     assert sum("lora_A" in name for name, _ in model.named_parameters()) == 7 * len(model.model.layers)
 
 
+@pytest.mark.sweep
 def test_ranks_drop_by_themselves_and_a_run_on_two_goes_on_with_the_same_bits(place):
     given = [f"model.lora={json.dumps(LORA | {'dropout': 0.3})}", "save.last=1", "train.steps=4"]
     assert place.train("dropout", *given, processes=2) == [0, 0], place.log("dropout")

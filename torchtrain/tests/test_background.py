@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 
+import pytest
+
 from torchtrain.checkpoint import fragments
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
@@ -115,6 +117,7 @@ def test_a_write_that_fails_ends_the_run_before_the_next_save(run, monkeypatch):
 # --- signals, in processes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_ctrl_c_of_two_processes_while_they_save(place):
     two = ("distributed.zero_stage=2", "distributed.sequence_parallel=2")
     codes = place.train("interrupt-two", *two, processes=2, at="state", nth=1, signal=signal.SIGINT)

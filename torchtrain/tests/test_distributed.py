@@ -286,6 +286,7 @@ def test_masters_begin_at_the_files_own_precision(tree, write_config, tmp_path, 
         assert not torch.equal(weight, weight.bfloat16().float()), name
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [

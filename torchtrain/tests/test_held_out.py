@@ -23,6 +23,7 @@ from torchtrain.training.micro_batch import make_micro_batch
 BLOCKS = {"set": {"torchtrain.training.held_out.BLOCK": 16}}  # several to a row of the tiny corpus
 
 
+@pytest.mark.sweep
 def test_a_resumed_run_and_one_of_two_processes_print_the_interval_too(place):
     def interval(name: str) -> str:
         (line,) = [line for line in place.log(name).splitlines() if "95% interval over blocks" in line]

@@ -162,6 +162,7 @@ def test_an_interruption_leaves_nothing_and_the_next_attempt_works(corpus, tmp_p
     assert stored(tmp_path) == [store.header.fingerprint]
 
 
+@pytest.mark.sweep
 def test_two_processes_at_once_make_one_store(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": f"w{i % 50} w1"} for i in range(20_000)])
     script = (

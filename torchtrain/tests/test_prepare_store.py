@@ -169,18 +169,6 @@ def test_a_preparation_that_is_killed_leaves_no_process_behind(preparation, tmp_
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def make(preparation: Preparation, out: Path, said: Any) -> None:
-    """Prepare a store slowly, so that another comes in between, and say how it went; for a process of its own."""
-    states = []
-
-    def note(progress):
-        states.append(progress.state)
-        time.sleep(0.2)
-
-    store = prepare_store(preparation, word_tokenizer(), out, on_progress=note)
-    said.put(f"{states[-1]} {len(store)}")
-
-
 def test_what_another_preparation_left_is_not_gone_on_with(preparation, tmp_path):
     out = tmp_path / "out"
     store = prepare_store(preparation, word_tokenizer(), out)
