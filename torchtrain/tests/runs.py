@@ -1,10 +1,8 @@
 """Small runs in processes of their own, and what two of them must have in common."""
 
-import itertools
 import os
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,6 @@ STEPS = 6
 
 
 TIME_LIMIT = 900  # seconds in which a process ends on any machine, however busy: only one that hangs takes longer
-_ports = itertools.count(os.getpid() * 40)
-
-
-def free_port() -> int:
-    """Return a port that is free now, of those below 30,000: the system itself hands out none of them."""
-    while True:
-        port = 10_000 + next(_ports) % 20_000
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 class Place:

@@ -30,8 +30,8 @@ from torchtrain.distributed.shard import ROOM, assign_held_out, assign_rows, pad
 from torchtrain.distributed.ulysses import _pass_windows_and_sinks
 from torchtrain.distributed.world import World
 from torchtrain.run.recipe import train
-from torchtrain.tests.forks import ROOT, forks
-from torchtrain.tests.runs import TIME_LIMIT, free_port
+from torchtrain.tests.forks import ROOT, forks, free_port
+from torchtrain.tests.runs import TIME_LIMIT
 from torchtrain.tests.tiny import POSITIONS, tiny_config
 from torchtrain.training.events import read_metrics
 

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from torchtrain.tests.forks import free_port
 from torchtrain.tests.run_fixtures import WAITING
-from torchtrain.tests.runs import TIME_LIMIT, assert_same, free_port, tree_of
+from torchtrain.tests.runs import TIME_LIMIT, assert_same, tree_of
 
 
 def test_it_begins_goes_on_and_ends(place, straight):

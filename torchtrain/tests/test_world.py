@@ -14,8 +14,8 @@ from anchorline.errors import UserError
 from torchtrain.config import load_config
 from torchtrain.distributed import world
 from torchtrain.distributed.world import check_driver, read_ranks
-from torchtrain.tests.forks import forks
-from torchtrain.tests.runs import TIME_LIMIT, free_port
+from torchtrain.tests.forks import forks, free_port
+from torchtrain.tests.runs import TIME_LIMIT
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
