@@ -28,7 +28,7 @@ from torchtrain.training.strategy import Replicated
         (train_with_lora.main, None, {}),
         (train_with_lora.main, None, {"quantised": True}),
         (lambda: runpy.run_module("examples.train_with_accelerate")["losses"], None, {}),
-        (train_compiled.main, None, {"backend": "aot_eager"}),
+        pytest.param(train_compiled.main, None, {"backend": "aot_eager"}, marks=pytest.mark.sweep),
     ],
 )
 def test_its_losses_are_those_of_our_trainer(monkeypatch, example, clip, given):
