@@ -193,6 +193,7 @@ def exact_norms(model: nn.Module) -> None:
         )
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_a_full_training_of_the_product(family, dtype):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM
 from transformers.masking_utils import (
     causal_mask_function,
     chunked_causal_mask_function,
@@ -421,26 +421,3 @@ def test_targets_that_are_not_shifted_are_refused():
     assert refused(lambda: model(**inputs, labels=tokens, shift_labels=tokens)).startswith("shift_labels: each is its")
     targets = shifted_labels(inputs)
     model(**inputs, labels=targets, shift_labels=targets)
-
-
-@pytest.mark.parametrize("kernel_arguments", [False, True])
-def test_documents_of_transformers_own_flattening_are_read_from_its_positions(kernel_arguments):
-    model = torchtrain.attach(tiny()).eval()
-    documents = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=kernel_arguments)
-    batch = collator([{"input_ids": tokens} for tokens in documents])
-    with torch.no_grad():
-        together = model(**batch, use_cache=False).logits[0]
-        alone = [
-            model(
-                torch.tensor([tokens]),
-                position_ids=torch.arange(len(tokens))[None],
-                document_ids=torch.ones(1, len(tokens), dtype=torch.long),
-                use_cache=False,
-            ).logits[0]
-            for tokens in documents
-        ]
-    torch.testing.assert_close(together, torch.cat(alone))
-    if kernel_arguments:
-        batch["cu_seq_lens_q"] = batch["cu_seq_lens_q"] + 1
-        assert refused(lambda: model(**batch, use_cache=False)).startswith("cu_seq_lens_q: begins documents")

@@ -102,6 +102,7 @@ def exact(family: str, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_in_chunks_errs_no_more_than_the_rule_allows(family, dtype):
