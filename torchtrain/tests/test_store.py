@@ -19,6 +19,7 @@ from torchtrain.data import TokenStore, fingerprint, prepare
 from torchtrain.data.store import BAD_RECORDS, DOMAINS, HASHES, HEADER, OFFSETS, REPEATS
 from torchtrain.data.writer import StoreWriter
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
+from torchtrain.tests.runs import TIME_LIMIT
 from torchtrain.tests.tiny import refused
 
 TOKENS = "tokens-00000.bin"
@@ -153,7 +154,7 @@ def test_a_write_that_fails_is_noticed_wherever_it_does(tmp_path, limit, expecte
     here, there = fork.Pipe(duplex=False)
     process = fork.Process(target=write_limited, args=(tmp_path, limit, there))
     process.start()
-    process.join(60)
+    process.join(TIME_LIMIT)
     assert here.poll(), process.exitcode
     assert here.recv() == expected
     assert (tmp_path / HEADER).exists() == (expected == "finished")
