@@ -119,12 +119,12 @@ def _forward_order(name: str) -> tuple[int, int, int]:
 def likely_errors_of_rotation(
     decoder: Decoder, taps: Mapping[str, np.ndarray], position_ids_BT: Any
 ) -> dict[str, float]:
-    """Return what RoPE's table, and q and k after RoPE, may well err, by the names of `oracle_taps`, the truth `taps`.
+    """Return the likely error of RoPE's table, and of q and k after RoPE, by `oracle_taps`' names; `taps`: the truth.
 
-    Implementations make a frequency of one to four float32 operations (power, reciprocal, the type's own) and one more
-    makes the angle. All tokens share a frequency's error, so an array has a few such errors, one for each pair that
-    turns fast, and by luck the reference's are a seventh of another's. Each operation errs at most one unit roundoff,
-    independent ones by its 0.4 on the root mean square, so five err about one unit roundoff of the angle.
+    A frequency takes one to four float32 operations (power, reciprocal, the type's own), and the angle one more. All
+    tokens share a frequency's error, so an array has only a few independent errors, one for each pair that turns fast.
+    The reference's may by luck be a seventh of another's. One operation errs 0.4 of a unit roundoff (root mean square),
+    so five err about one unit roundoff of the angle.
     """
     positions = np.asarray(position_ids_BT)
     frequencies_C, scaling = inverse_frequencies(decoder.config.rope, int(positions.max()) + 1)

@@ -144,11 +144,11 @@ def _with_biases(arrays: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def _copied_padding(truth: np.ndarray, document_ids_BT: np.ndarray) -> np.ndarray:
-    """Which tokens of padding have the very numbers of their row's first one: bool [B, T].
+    """Which tokens of padding repeat the numbers of their row's first padding: bool [B, T].
 
-    Their error is one number. Counted once a copy, it is luck whether it or the reference's is the larger: SmolLM2's
-    24,888 in one channel of a layer, 58 times in a row, broke the rule in float32. So the others are put to 0 on both
-    sides, and error and allowance lack them alike. Where the truth is 0, as the heads' output, each one is judged.
+    All of these have one and the same error. If every copy counted, chance would decide: in float32 SmolLM2 has a
+    channel with 24,888 in 58 tokens of padding, which broke the rule. So the copies are set to 0 on both sides. Where
+    the truth is 0, as in the heads' output, each token is judged.
     """
     padding_BT, inner = document_ids_BT == PADDING, tuple(range(2, truth.ndim))
     rows, first_B = np.arange(len(truth)), padding_BT.argmax(1)

@@ -204,7 +204,7 @@ class _RoundedOracle:
         train = case.run
         spec, config, corpus = self._case.spec, self._case.decoder_config, draw_corpus(self._case.spec)
         rows, held_out = self._lay_out(corpus.training_rows()), self._lay_out(corpus.held_out_rows())
-        # The masters begin at the numbers of the file, the weights at what the run's dtype makes of them.
+        # Master weights start from the file's numbers; the weights are these, rounded to the run's dtype.
         masters = to_arrays(cast(from_arrays(config, tiny_weights(spec.model, spec.seed)), self._rounding.carrier))
         begin = cast(from_arrays(config, masters), self._dtype)
         steps = [rows[at : at + train.sequences_per_step] for at in range(0, len(rows), train.sequences_per_step)]

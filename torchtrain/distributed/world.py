@@ -28,7 +28,7 @@ from torchtrain.errors import OtherRankFailed, RankLost
 
 _Value = TypeVar("_Value")
 # Timeout of a collective: longer than an export or a save on a slow disk. `heartbeat` finds a lost process in a minute.
-PATIENCE = timedelta(minutes=120)
+TIMEOUT = timedelta(minutes=120)
 
 
 class _SharedError(UserError):
@@ -214,7 +214,7 @@ def join(distributed: DistributedConfig, for_threads: bool = False) -> Iterator[
                     store=_connect_store(rank, size),
                     rank=rank,
                     world_size=size,
-                    timeout=PATIENCE,
+                    timeout=TIMEOUT,
                     device_id=device if cuda else None,
                 )
                 cpu_group = _make_cpu_group() if cuda else None
@@ -227,7 +227,7 @@ def join(distributed: DistributedConfig, for_threads: bool = False) -> Iterator[
             ) from None
     else:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     world = World(
         rank,
         size,
@@ -259,7 +259,7 @@ def _connect_store(rank: int, size: int) -> dist.Store:
     torchrun's static rendezvous keeps one store over its restarts. Without a prefix the process that starts first would
     read the address of one that is dead. Every later group, DeepSpeed's too, takes its store from this one.
     """
-    store, _, _ = next(rendezvous("env://", rank, size, timeout=PATIENCE))
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=TIMEOUT))
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -280,7 +280,7 @@ def check_driver() -> None:
 def _make_cpu_group() -> Any:  # torch's type: a group, or a number for a process that is not in it
     """Make a gloo group for tensors in host memory. NCCL takes none, and a thread must not use the program's group."""
     try:
-        return dist.new_group(backend="gloo", timeout=PATIENCE)
+        return dist.new_group(backend="gloo", timeout=TIMEOUT)
     except RuntimeError as error:  # from gloo, where a host's name leads to an address that other hosts cannot reach
         if isinstance(error, dist.DistError):
             raise

@@ -2,10 +2,9 @@
 
 Every tensor that transformers, autograd, checkpointing, the gathering of keys, FlashAttention and the loss make is
 counted while it lives, so no formula of a model's activations is needed. `flash_workspace` counts what FlashAttention's
-backward pass takes inside its kernel. Of ranks that share rows each is counted as if it had rows of its own, as long as
-its part: Ulysses gives it a part of the heads of whole rows, which is as much, and the exchange afterwards copies
-attention's output. On a GPU the allocator's fragments, the
-CUDA context (about half a GB) and NCCL's buffers come on top.
+backward pass takes inside its kernel. A rank that shares rows is counted as if it had short rows of its own: Ulysses
+gives it some heads of the whole row, which is as many numbers; the exchange afterwards copies attention's output. On a
+GPU the allocator's fragments, the CUDA context (about half a GB) and NCCL's buffers come on top.
 
 Activations and gradients do not peak together: in a step of one micro-batch gradients grow while activations go. So
 each moment is kept with the gradients that exist by then; torch's own `MemTracker` keeps the peak alone.

@@ -3,15 +3,15 @@
 torch's CPU kernel errs more than FlashAttention-2 in its backward pass in bfloat16, where it sums dk and dv over blocks
 of queries in bfloat16 (docs/LOG.md). So the backward pass runs in float32, and each gradient is rounded once. The
 forward pass rounds like FlashAttention-2's (float32 logits, softmax and accumulator, P rounded for P V). bfloat16 is
-two to three times as fast as float32 on a processor with tiles for it (AMX), and no faster elsewhere, so there the
-forward pass runs in float32. What is kept for the backward pass is in half precision either way.
+two to three times as fast as float32 on a processor with AMX, and no faster elsewhere. So the forward pass runs in
+float32 on all others. What is kept for the backward pass is in half precision either way.
 `torchtrain.exact_products` chooses the library that multiplies. A float32 model takes the same path without rounding.
 
-A window of W tokens cuts a document into blocks of W. A query sees its own block up to itself. Of the block before, it
-sees the tokens that come later in that block than the query in its own. Read backwards, this part is causal, too. So
-each part is one call of the kernel. Their log-sum-exps merge their outputs. A sink is one more term of that sum. The
-kernel's backward pass computes probabilities from an output and a log-sum-exp. It is given the merged ones, and so each
-call computes its share of the gradients.
+A window of W tokens cuts a document into blocks of W. Token i of a block sees tokens 0 to i of its own block, and
+tokens i + 1 to W - 1 of the block before. The second part is causal, too, if its tokens are reversed. So each part is
+one call of the kernel, and log-sum-exps merge the two outputs. A sink is one more term of that sum. The kernel's
+backward pass computes probabilities from an output and a log-sum-exp. It is given the merged ones, so each call
+computes its share of the gradients.
 
 Upstream: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
 
