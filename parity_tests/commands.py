@@ -5,6 +5,7 @@ python -m parity_tests.commands --write docs/commands.md
 
 import argparse
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import UnionType
@@ -16,10 +17,12 @@ from typer.models import ArgumentInfo
 import anchorline.command
 from anchorline.files import save
 
+_WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
 HEAD = """# The command lines
 
-Every verb with its arguments and options. They change only with a new version, so scripts may rely on them.
-`COMMAND VERB --help` explains each. `python -m parity_tests.commands --write docs/commands.md` makes this page.
+Every verb with its arguments and options: in brackets what may be left out, behind `=` the default. They change
+only with a new version. `COMMAND VERB --help` explains each.
+`python -m parity_tests.commands --write docs/commands.md` makes this page.
 
 Exit codes, of all three:
 
@@ -50,27 +53,35 @@ def describe() -> str:
             assert verb.callback is not None
             called = verb.name or verb.callback.__name__.replace("_", "-")
             about = (verb.callback.__doc__ or "").strip().splitlines()[0]
-            rows = [*_rows(verb.callback), *(_settings() if (name, called) == ("parity", "run") else ())]
+            usage = textwrap.wrap(" ".join([name, called, *_usage(verb.callback)]), 96, **_WHOLE)
+            lines = "    " + "\n        ".join(usage).replace("\N{NO-BREAK SPACE}", " ")
+            rows = [lines, *(_settings() if (name, called) == ("parity", "run") else ())]
             parts.append(f"## {name} {called}\n\n{about}\n\n" + "\n".join(rows))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _rows(function: Callable[..., Any]) -> Iterator[str]:
+def _usage(function: Callable[..., Any]) -> Iterator[str]:
+    """Yield each argument and option as it is written: what may be left out in brackets, a default behind `=`."""
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
         if hints[name] is typer.Context:
             continue
         takes, info = get_args(hints[name])
-        if isinstance(info, ArgumentInfo):
-            names = info.metavar or name.upper()
-        else:
-            # Inside Annotated the first name stands where a default would.
-            given = [said for said in (info.default, *(info.param_decls or ())) if isinstance(said, str)]
-            names = ", ".join(given or ["--" + name.replace("_", "-")])
         needed = parameter.default is inspect.Parameter.empty
-        default = "" if needed or parameter.default in (None, False, "") else f"`{parameter.default}`"
-        facts = (_takes(takes), "required" if needed else default)
-        yield f"- `{names}`: {', '.join(filter(None, facts))}".removesuffix(": ")
+        default = "" if needed or parameter.default in (None, False, "") else f"={parameter.default}"
+        kind, several = _takes(takes)
+        if isinstance(info, ArgumentInfo):
+            written = kind if "|" in kind else info.metavar or name.upper() + "..." * several
+            yield written if needed or "[" in written else f"[{written}{default}]"
+            continue
+        # Inside Annotated the first name stands where a default would.
+        given = [said for said in (info.default, *(info.param_decls or ())) if isinstance(said, str)]
+        option = name.replace("_", "-")
+        if parameter.default is True:  # what turns it off
+            given, default = [f"--no-{option}"], ""
+        names = "|".join(given or [f"--{option}"])
+        written = "\N{NO-BREAK SPACE}".join(filter(None, [names, kind + default]))
+        yield (written if needed else f"[{written}]") + "..." * several
 
 
 def _settings() -> Iterator[str]:
@@ -83,19 +94,15 @@ def _settings() -> Iterator[str]:
         yield f"- `{setting.key}` ({setting.values}; `{setting.default}`): {setting.meaning}"
 
 
-def _takes(annotation: Any) -> str:
-    """Return what a parameter takes: its type without None, or its choices."""
+def _takes(annotation: Any) -> tuple[str, bool]:
+    """Return what a parameter takes, its type without None or its choices, and whether it may be given again."""
     if get_origin(annotation) in (Union, UnionType):
         annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
-    if annotation is bool:
-        return ""
     several = get_origin(annotation) is list
     kind = get_args(annotation)[0] if several else annotation
     if get_origin(kind) is Literal:
-        said = ", ".join(f"`{choice}`" for choice in get_args(kind))
-    else:
-        said = {"str": "text", "int": "integer", "float": "number", "Path": "path"}[kind.__name__]
-    return f"{said}, several" if several else said
+        return "|".join(map(str, get_args(kind))), several
+    return {"bool": "", "str": "TEXT", "int": "INTEGER", "float": "NUMBER", "Path": "PATH"}[kind.__name__], several
 
 
 def main() -> None:
