@@ -214,8 +214,10 @@ def pack(row: RowTokens, spec: CaseSpec) -> dict[str, np.ndarray]:
     """The trainer's packer on one row: int64 [T]."""
     pack = PackConfig(sequence_length=spec.tokens - len(row.holes), variant=spec.variant, chunks=CHUNKS)
     spans = [
-        SpanTokens(document, domain, tag.tolist())
-        for document, domain, tag in zip(row.documents, row.domains, row.tags, strict=True)
+        SpanTokens(document, domain, tag.tolist(), targets)
+        for document, domain, tag, targets in zip(
+            row.documents, row.domains, row.tags, row.targets or [None] * len(row.documents), strict=True
+        )
     ]
     packed = build_row(spans, pack, row.anchor.tolist(), pad_id=0, random=np.random.default_rng(row.seed))
     return insert_padding(packed | {"position_ids": packed["position_ids"] + spec.position_offset}, row.holes)

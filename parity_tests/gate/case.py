@@ -68,6 +68,7 @@ TINY = (*FAMILIES, *VARIED)
 CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default too
 
 TAG_TOKENS, CHUNKS = 2, 4
+FALL = 3  # last steps, in which wsd falls
 HOLES = 7  # tokens of padding inside a row
 RUN_ROWS = 2  # of each step of a whole run
 LONG = 1024
@@ -112,6 +113,7 @@ class RowTokens:
     padding: int
     seed: int | np.random.SeedSequence  # of the merge order
     domains: tuple[int, ...]  # of each document
+    targets: tuple[np.ndarray, ...] = ()  # bool [length of each]: what may be predicted; none: everything
     holes: tuple[int, ...] = ()  # indices of the tokens that get a token of padding in front of them
 
     @property
@@ -166,7 +168,8 @@ def resolve(spec: CaseSpec) -> GateCase:
     rows = draw_rows(spec, oracle_folder)
     # Every rank takes its rows as often as there are ranks, times `repeats`. That is the same sum over the same count,
     # each divided by a power of two where the ranks are one; and a rank has more than one micro-batch.
-    changes = {"schedule": spec.schedule, "warmup_steps": spec.warmup_steps}
+    changes: dict[str, Any] = {"schedule": spec.schedule, "warmup_steps": spec.warmup_steps}
+    changes |= {"decay_steps": FALL, "decay": "sqrt"} if spec.schedule == "wsd" else {}
     step = TRAIN.model_copy(update=changes | {"sequences_per_step": len(rows) * spec.ranks * spec.repeats})
     # torch's decay rounds each weight once more than the oracle's: judged in one step, left out of twenty: it adds up.
     trajectory = step.model_copy(update={"weight_decay": 0.0})
@@ -207,13 +210,19 @@ def draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
         padding = spec.tokens - spec.anchor_tokens - sum(own) - tag * len(own) - holes
         documents, tags = tuple(take(n) for n in own), tuple(take(tag) for _ in own)
         seed, domains = 2 * spec.seed + number, (0,) * len(own)
-        row = RowTokens(take(spec.anchor_tokens), documents, tags, padding, seed, domains)
+        targets = tuple(draw_targets(random, n) for n in own) if spec.answers else ()
+        row = RowTokens(take(spec.anchor_tokens), documents, tags, padding, seed, domains, targets)
         return replace(row, holes=_choose_holes(row, number)) if holes else row
 
     # In another order, so that no boundary and no position is where the first row has it.
     order = (2, 1, 3, 0) if spec.documents == 5 else range(spec.documents - 2, -1, -1)
     padded = row(tuple(lengths[i] for i in order), 1)
     return (padded,) if spec.tokens > LONG else (row(lengths, 0), padded)
+
+
+def draw_targets(random: np.random.Generator, tokens: int) -> np.ndarray:
+    """Draw which tokens of a document are targets, bool [tokens]: about half, and the last."""
+    return np.append(random.random(tokens - 1) < 0.5, True)
 
 
 def _choose_holes(row: RowTokens, number: int) -> tuple[int, ...]:

@@ -30,7 +30,17 @@ from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.source import open_config
 
 STAGES = ("forward", "gradients")
-_LEFT_ALONE = ("rope", "rope_parameters", "rope_before", "schedule", "warmup_steps", "ranks", "repeats", "rotation")
+_LEFT_ALONE = (
+    "rope",
+    "rope_parameters",
+    "rope_before",
+    "schedule",
+    "warmup_steps",
+    "ranks",
+    "repeats",
+    "rotation",
+    "answers",
+)
 
 
 def reference_name(case: GateCase) -> str:

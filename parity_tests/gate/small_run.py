@@ -115,22 +115,29 @@ def _write(case: GateCase, folder: Path, model: Any) -> Config:
     special: dict[str, Any] = {"pad_token": small.PAD, "eos_token": small.EOS, "bos_token": small.BOS}
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder / "source")
     model.save_pretrained(folder / "source")
+    if spec.answers:
+        pairs = zip(corpus.documents, corpus.targets, strict=True)
+        records = [{"input_ids": ids.tolist(), "completion_mask": of.astype(int).tolist()} for ids, of in pairs]
+    else:
+        records = [{"text": " ".join(small.WORDS[i] for i in ids[:-1])} for ids in corpus.documents]
     lines = [
-        json.dumps({"text": " ".join(small.WORDS[i] for i in tokens[:-1]), "domain": small.DOMAINS[domain]})
-        for tokens, domain in zip(corpus.documents, corpus.domains, strict=True)
+        json.dumps(record | {"domain": small.DOMAINS[domain]})
+        for record, domain in zip(records, corpus.domains, strict=True)
     ]
+    source = {"files": str(folder / "corpus.jsonl"), "domain_field": "domain"}
     (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     tree = {
         "run": {"folder": str(folder / "run"), "seed": corpus.seed},
         "model": {"source": str(folder / "source"), "dtype": spec.dtype, "attention": spec.engine},
         "rope": {"type": spec.rope, **rope_settings(spec, case.decoder_config.rope.head_dim // 2)},
         "data": {
-            "sources": [{"files": str(folder / "corpus.jsonl"), "domain_field": "domain"}],
+            "sources": [source | ({"records": "tokens"} if spec.answers else {})],
             "cache": str(folder / "cache"),
             "held_out_share": small.HELD_OUT_SHARE,
         },
         "pack": {
             "sequence_length": spec.tokens,
+            "strategy": "best_fit" if spec.answers else "sequential",
             "variant": spec.variant,
             "anchor": small.anchor_ids(spec).tolist(),
             "tag_template": f"{small.TAG_WORD} {{domain}}",

@@ -250,6 +250,7 @@ def _lay_out(row: RowTokens, variant: str, offset: int) -> Arrays:
         tag=len(row.tags[0]),
         chunks=CHUNKS,
         turns=np.random.default_rng(row.seed).permutation(pieces).tolist(),
+        targets=row.targets or None,
     )
     tokens, labels = [row.anchor], [np.full_like(row.anchor, IGNORED)]
     domains = [np.full_like(row.anchor, -1)]
@@ -264,7 +265,7 @@ def _lay_out(row: RowTokens, variant: str, offset: int) -> Arrays:
         "input_ids": np.concatenate(tokens)[laid.source],
         "position_ids": laid.position_ids + offset,
         "document_ids": laid.document_ids,
-        "shift_labels": np.concatenate(labels)[laid.source],
+        "shift_labels": np.where(laid.labelled, np.concatenate(labels)[laid.source], IGNORED),
         "domain_ids": np.concatenate(domains)[laid.source],
     }
     return {name: array[None] for name, array in insert_padding(laid_out, row.holes).items()}

@@ -254,6 +254,27 @@ def _tag_trained_on(build):
     return unmask
 
 
+def _unshifted(build):
+    def of_this_token(spans, *args, **kwargs):
+        moved = [span if span.targets is None else span._replace(targets=np.roll(span.targets, 1)) for span in spans]
+        return build(moved, *args, **kwargs)
+
+    return of_this_token
+
+
+answers_mask_unshifted = Bug(lambda: wrap(build_row, _unshifted))
+
+
+def _count_before_the_mask(batches, world):
+    """Every token whose next one is of its document."""
+    rows = [batch.part["document_ids"] for batch in batches]
+    (count,) = world.sum([sum(int((x[:, 1:] == x[:, :-1]).logical_and(x[:, 1:] > ANCHOR).sum()) for x in rows)])
+    return count
+
+
+answers_counted_before_the_mask = Bug(lambda: swap(count_labels, _count_before_the_mask))
+
+
 tag_trained_on = Bug(lambda: wrap(build_row, _tag_trained_on))
 
 

@@ -14,6 +14,7 @@ from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.data.dataset import PackedRows, Split, split_documents, tag_ids
 from torchtrain.data.packing import PackPlan, Span
 from torchtrain.data.rows import build_row
+from torchtrain.data.store import Documents
 from torchtrain.data.streams import HELD_OUT, INTERLEAVE, SHUFFLE, random_stream
 from torchtrain.marks import ANCHOR, IGNORED, PADDING
 from torchtrain.modeling import rope, save
@@ -53,6 +54,24 @@ cut_repeats_a_token = Bug(
         "spans",
         lambda self, row: [Span(d, a - (0 < a < b - 1), b - (0 < a < b - 1)) for d, a, b in _spans(self, row)],
     )
+)
+
+
+_targets_of = Documents.targets_of
+
+
+answers_of_another_document = Bug(
+    lambda: patch.object(
+        Documents,
+        "targets_of",
+        lambda self, i, a, b: np.resize(
+            _targets_of(self, (i + 2) % len(self), 0, self.lengths[(i + 2) % len(self)]), b
+        )[a:],
+    )
+)
+
+answers_mask_lost_at_a_cut = Bug(
+    lambda: patch.object(Documents, "targets_of", lambda self, i, a, b: _targets_of(self, i, 0, b - a))
 )
 
 
