@@ -17,6 +17,7 @@ FREE = (
     "data.prepared",
     "distributed",
     "evaluation",
+    "held_out.every",
     "save",
     "log",
     "train.micro_batch",

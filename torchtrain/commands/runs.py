@@ -90,7 +90,8 @@ def _run(run: Callable[[], Any]) -> None:
     if result is None:  # on a rank above 0, or if the run was finished
         return
     out = Console()
-    out.print(final_table(result.before, result.after, result.tokens_seen, result.tokens_per_second))
+    if result.after.overall.tokens:
+        out.print(final_table(result.before, result.after, result.tokens_seen, result.tokens_per_second))
     out.print(f"model in {result.model}", markup=False, soft_wrap=True)
 
 

@@ -134,7 +134,9 @@ class DataConfig(Section):
         default=0.001,
         description="largest share of bad records; a source with more is refused",
     )
-    held_out_share: Share = Field(default=0.05, description="share of each domain's documents kept for evaluation")
+    held_out_share: Share = Field(
+        default=0.05, description="share of each domain's documents that are held out; 0: none, and nothing is measured"
+    )
     remove_duplicates: bool = Field(
         default=False,
         description="drop a document with the text of an earlier one; false: keep both on one held-out side",

@@ -58,8 +58,11 @@ class SaveConfig(Section):
 
 
 class HeldOutConfig(Section):
-    """Held-out loss, before and after training."""
+    """Held-out loss, before and after training, and during it."""
 
+    every: CountOrZero = Field(
+        default=0, description="steps between two measurements during training; 0: only before and after it"
+    )
     sequences: Count = Field(default=8, description="most packed rows of held-out documents per domain")
 
 

@@ -1,16 +1,20 @@
 """The optimizer and its steps."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from anchorline.errors import UserError
 from torchtrain.config.section import Beta, Count, CountOrZero, Real, Section, Share, SmallCount
 
 
 class TrainConfig(Section):
     """The optimizer and its steps; by default the paper's AdamW."""
 
-    steps: Count = Field(default=2000, description="optimizer steps of the run")
+    steps: Count = Field(default=2000, description="optimizer steps of the run; epochs may say it instead")
+    epochs: Annotated[float, Field(gt=0, le=1e4)] | None = Field(
+        default=None, description="how often every row is taken, which gives the steps; the last one is filled up"
+    )
     sequences_per_step: Count = Field(default=8, description="rows in one optimizer step (the global batch)")
     micro_batch: SmallCount = Field(default=1, description="rows in one forward; the rest is gradient accumulation")
     learning_rate: Real = Field(default=2e-5, description="AdamW's peak learning rate")
@@ -52,22 +56,50 @@ class TrainConfig(Section):
         description="a step is bad if its loss is more than this many times the mean of the last 16",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_null_for_unknown_steps(cls, given: Any) -> Any:
+        """With epochs, so that one override replaces a file's steps."""
+        if isinstance(given, dict) and given.get("epochs") is not None and given.get("steps", 0) is None:
+            return {name: value for name, value in given.items() if name != "steps"}
+        return given
+
     @model_validator(mode="after")
     def _batches_divide(self) -> Self:
         if self.sequences_per_step % self.micro_batch:
             raise ValueError(
                 f"sequences_per_step {self.sequences_per_step} is not a multiple of micro_batch {self.micro_batch}"
             )
-        if self.warmup_steps > self.steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} is more than steps {self.steps}")
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(f"steps {self.steps} and epochs {self.epochs:g} exclude each other; set one to null")
+        if self.epochs is None and (fault := self._too_few(self.steps)):
+            raise ValueError(fault)
         if self.schedule != "wsd":
             if self.decay_steps is not None or self.decay != "linear":
                 name = "decay" if self.decay_steps is None else "decay_steps"
                 raise ValueError(f"{name} belongs to schedule: wsd, and schedule is {self.schedule}")
         elif self.decay_steps is None:
             raise ValueError("schedule wsd needs decay_steps, the number of last steps in which the rate falls")
-        elif self.warmup_steps + self.decay_steps > self.steps:
-            raise ValueError(
-                f"warmup_steps {self.warmup_steps} and decay_steps {self.decay_steps} are more than steps {self.steps}"
-            )
         return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unknown_steps(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """With epochs the steps follow from the rows; a config does not hold both."""
+        return {name: value for name, value in dump(self).items() if self.epochs is None or name != "steps"}
+
+    def _too_few(self, steps: int) -> str:
+        if self.warmup_steps > steps:
+            return f"warmup_steps {self.warmup_steps} is more than steps {steps}"
+        if self.warmup_steps + (self.decay_steps or 0) > steps:
+            return f"warmup_steps {self.warmup_steps} and decay_steps {self.decay_steps} are more than steps {steps}"
+        return ""
+
+    def with_steps(self, steps: int) -> Self:
+        """Return the settings with the steps that `epochs` makes.
+
+        Raises:
+            UserError: they are fewer than the schedule needs.
+        """
+        if fault := self._too_few(steps):
+            raise UserError(f"train.epochs {self.epochs}: {fault}; lower these, or raise it")
+        return self.model_copy(update={"steps": steps})

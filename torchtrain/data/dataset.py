@@ -3,6 +3,7 @@
 Legend: B batch · T tokens of a row.
 """
 
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -199,6 +200,11 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
     def row_at(self, index: int) -> dict[str, np.ndarray]:
         """Return row `index` of the endless sequence of epochs: the five arrays, int64 [T]."""
         return self._row(*self.locate(index))
+
+    def count(self, epochs: float) -> int:
+        """Return how many rows so many epochs have; of a last one that is not whole, its share rounded up."""
+        whole = math.floor(epochs)
+        return sum(map(self._rows_of, range(whole))) + math.ceil((epochs - whole) * self._rows_of(whole))
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return (epoch, row) of a place in the endless sequence of epochs."""

@@ -53,7 +53,7 @@ class TrainingEvaluation:
         with self._name_the_section():
             check_suite(self._suite, self._lengths)
         self._cannot: dict[tuple[str, int], str] = {}  # why a task cannot run at a length
-        self._every, self._last, self._dtype = section.every, config.train.steps, config.model.dtype
+        self._every, self._dtype = section.every, config.model.dtype
         folder = resolve("run.folder", config.run.folder)
         self.out, self._source = folder.with_name(f"{folder.name}-on-the-way"), str(folder)
 
@@ -92,9 +92,9 @@ class TrainingEvaluation:
         except UserError as error:
             raise UserError(f"{self._where}: {error}") from None
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, last: int) -> bool:
         """Whether a model is measured after so many steps: every so many, and after the last."""
-        return step > 0 and (step % self._every == 0 or step == self._last)
+        return step > 0 and (step % self._every == 0 or step == last)
 
     def measure(
         self,

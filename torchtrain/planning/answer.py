@@ -70,8 +70,13 @@ class Pace:
 
 def print_plan(config: Config, machine: Machine, pace: Pace, document_tokens: float | None) -> bool:
     """Print what a run needs; return whether it fits. Raises UserError: as `set_up` of what config.json says, the
-    layout, the prepared store, and `Pace.seconds`.
+    layout, the prepared store, and `Pace.seconds`; or the steps follow from documents, which are not read.
     """
+    if config.train.epochs is not None:
+        raise UserError(
+            f"train.epochs {config.train.epochs:g}: a plan packs no documents, so it takes steps; a run says their "
+            "number before the first: train.epochs=null train.steps=N"
+        )
     check_layout(config, machine.processes)
     documents = read_documents(config, document_tokens)
     shapes = Shapes(model_config(config))

@@ -199,7 +199,7 @@ class RunFolder:
             raise UserError(f"{self.path}: holds no run; give the folder of one (run.folder in its config)")
         config, identity = content.get("config"), content.get("identity")
         train = config.get("train") if isinstance(config, dict) else None
-        steps = train.get("steps") if isinstance(train, dict) else None
+        steps = content.get("steps", train.get("steps") if isinstance(train, dict) else None)
         if type(steps) is not int or not 0 < steps < 2**63 or not isinstance(identity, dict):
             raise UserError(f"{self.record}: is damaged: it lacks the config or the identity of its run; put it back")
         return content

@@ -19,7 +19,7 @@ from torchtrain.distributed.world import World
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.lock import hold
 from torchtrain.run.session import read_layout
-from torchtrain.run.setup import Setup
+from torchtrain.run.setup import Kept, Setup
 from torchtrain.run.termination import Termination
 from torchtrain.training.events import NOTHING, has_beginning, rewind_metrics
 
@@ -68,14 +68,14 @@ class Opening:
 
     def open_existing(
         self,
-        set_up: Callable[[Callable[[dict[str, Any]], None], str | None], Setup],
+        set_up: Callable[[Callable[[dict[str, Any]], None], Kept], Setup],
         step: int | None,
         locks: ExitStack,
     ) -> tuple[Setup, Manifest | None] | None:
         """Set up a run that resumes, and remove what it left after the checkpoint from which it resumes.
 
         Args:
-            set_up: makes model and rows; takes the check of what they are made of, and the engine that `auto` chose.
+            set_up: makes model and rows; takes the check of what they are made of, and what stays as it was.
             step: of the checkpoint; 0 begins anew; None is the last.
             locks: hold the folder for as long as they last.
 
@@ -97,9 +97,10 @@ class Opening:
         if step is None and self._is_finished():
             self.log(f"{self.folder.path}: is finished; its model is in {self.folder.model}")
             return None
-        checkpoint = self._choose_checkpoint(step)
+        steps = record.get("steps", self.config.train.steps)
+        checkpoint = self._choose_checkpoint(step, steps)
         check = partial(check_identity, record["identity"] if checkpoint is None else checkpoint.identity)
-        setup = set_up(check, record.get("engine") if self.config.model.attention == "auto" else None)
+        setup = set_up(check, Kept(record.get("engine") if self.config.model.attention == "auto" else None, steps))
         self._return_to(checkpoint, setup)
         return setup, checkpoint
 
@@ -111,8 +112,10 @@ class Opening:
                 finished = self.folder.finished and self.folder.has_export(self.folder.model)
         return self.world.from_first(finished)
 
-    def _choose_checkpoint(self, step: int | None) -> Manifest | None:
-        """Choose the checkpoint from which the run resumes, and check that it can; None: it begins anew."""
+    def _choose_checkpoint(self, step: int | None, last: int) -> Manifest | None:
+        """Choose the checkpoint from which a run of `last` steps resumes, and check that it can; None: it begins
+        anew.
+        """
         with self.world.together():
             if self.leads:
                 self.folder.sweep()
@@ -138,7 +141,7 @@ class Opening:
                         f"that belong to step {done}; restore the file, or go back to where it is whole: torchtrain "
                         f"resume {self.folder.path} --step {self._last_whole_events(done)}"
                     )
-                self.folder.check_later_exports(done, self.config.train.steps)
+                self.folder.check_later_exports(done, last)
         return checkpoint
 
     def _last_whole_events(self, before: int) -> int:
@@ -161,7 +164,7 @@ class Opening:
             if self.leads:  # in this order: a run that is killed here resumes from the same step
                 self._note_start(done, setup)
                 self.checkpoints.remove_after(done)
-                self.folder.remove_later_exports(done, self.config.train.steps)
+                self.folder.remove_later_exports(done, setup.steps)
                 rewind_metrics(self.folder.metrics, events)
 
     def _note_start(self, step: int, setup: Setup) -> None:

@@ -38,7 +38,7 @@ from torchtrain.run.folder import RunFolder
 from torchtrain.run.opening import Opening
 from torchtrain.run.report import Journal, make_progress_printer
 from torchtrain.run.session import Session
-from torchtrain.run.setup import Setup, set_up
+from torchtrain.run.setup import NEW, Kept, Setup, set_up
 from torchtrain.run.steps import check_finite, take_steps
 from torchtrain.run.termination import Termination
 from torchtrain.run.verify import describe_training
@@ -175,19 +175,18 @@ class Trainer:
             if new and self.evaluation is not None:
                 self.evaluation.check_new()
 
-    def set_up(
-        self, check: Callable[[dict[str, Any]], None] = lambda identity: None, kept_engine: str | None = None
-    ) -> Setup:
+    def set_up(self, check: Callable[[dict[str, Any]], None] = lambda identity: None, kept: Kept = NEW) -> Setup:
         """Make model and rows; see `torchtrain.run.setup.set_up`."""
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(self.config.run.seed)
         with self.world.together(), self.console.status("preparing") as spinner:
             report_progress = make_progress_printer(self.console, spinner, self.log)
-            setup = set_up(self.config, self.log, report_progress, self.world, check, kept_engine)
+            setup = set_up(self.config, self.log, report_progress, self.world, check, kept)
             if self.evaluation is not None:  # before a folder is made, or an old run is renamed
                 self.evaluation.check_fits(setup.model, setup.tokenizer, self.log)
             if self.config.model.lora is not None and self.config.model.lora.dropout:
                 self._draw_apart()
+            self.config = self.config.model_copy(update={"train": self.config.train.with_steps(setup.steps)})
             return setup
 
     def _draw_apart(self) -> None:
@@ -222,6 +221,8 @@ class Trainer:
             with self._finish_save_on_error(session):
                 with self.termination.defer():
                     session.export_if_kept()  # the run may have been killed between the last save and its export
+                    if self._held_out_due(session) and not journal.has_held_out(session.step):
+                        self._measure_held_out(session, journal, lambda: self._check_stop(session))
                     self._evaluate(session)
                     for step in take_steps(
                         config.train,
@@ -242,6 +243,8 @@ class Trainer:
                             session.save()
                         session.export_if_kept()
                         self._check_stop(session)
+                        if self._held_out_due(session):
+                            self._measure_held_out(session, journal, lambda: self._check_stop(session))
                         self._evaluate(session)
                     self._check_stop(session)
                     after = self._measure_held_out(session, journal, lambda: self._check_stop(session))
@@ -256,6 +259,11 @@ class Trainer:
         speed = tokens / seconds if seconds else 0.0
         return Result(before, after, session.tokens_seen, speed, folder.model) if self.leads else None
 
+    def _held_out_due(self, session: Session) -> bool:
+        """Whether the held-out loss is measured after this step, which is neither the first nor the last."""
+        every = self.config.held_out.every
+        return every > 0 and 0 < session.step < self.config.train.steps and session.step % every == 0
+
     def _measure_held_out(
         self,
         session: Session,
@@ -263,7 +271,7 @@ class Trainer:
         after_row: Callable[[], None] = lambda: None,
         counter: FlopCounter | None = None,
     ) -> HeldOut:
-        """Measure the held-out loss of the model as it is now, and write it into the journal.
+        """Measure the held-out loss of the model as it is now, and write it into the journal; empty without such rows.
 
         Args:
             session: has the step and the model.
@@ -276,6 +284,8 @@ class Trainer:
         """
         setup, strategy, train = session.setup, session.strategy, self.config.train
         losses = HeldOut(setup.store.domains, setup.own_positions)
+        if not setup.held_out:
+            return losses
         # Ulysses attention is built for forwards of `train.micro_batch` rows. One process goes row by row, so that its
         # losses have the same bits whatever the micro-batch is.
         micro_batch = 1 if self.world.size == 1 else train.micro_batch
@@ -342,7 +352,7 @@ class Trainer:
             UserError, OtherRankFailed, Terminated: as `_check_stop`. A failed evaluation is logged
                 and does not end the run.
         """
-        if self.evaluation is not None and self.evaluation.due(session.step):
+        if self.evaluation is not None and self.evaluation.due(session.step, self.config.train.steps):
             setup, training = session.setup, describe_training(self.config, session.setup.record)
             self.evaluation.measure(
                 setup.model, setup.tokenizer, session.step, self.log, lambda: self._check_stop(session), training

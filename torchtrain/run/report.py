@@ -89,7 +89,7 @@ class Display:
 
     def task(self, name: str, total: int, first: int = 0) -> Callable[[str], None]:
         """Begin a task of `total` steps, `first` of them done; return what takes a status when one more is done."""
-        task = self._bars.add_task(name, total=total, completed=first, status="")
+        task, outer = self._bars.add_task(name, total=total, completed=first, status=""), self._running
         began, done = time.monotonic(), itertools.count(first + 1)
         self._begin(name, first, total)
 
@@ -97,6 +97,8 @@ class Display:
             self._bars.update(task, advance=1, status=status)
             now = next(done)
             self._begin(name, now, total)
+            if now == total:  # what it interrupted goes on
+                self._running = outer and (outer[0], time.monotonic())
             if not self._console.is_terminal:
                 left = (time.monotonic() - began) / (now - first) * (total - now)
                 self._console.print(
@@ -108,7 +110,7 @@ class Display:
     def note_part(self, part: str) -> None:
         """Note how far the step is that runs now."""
         self._part = f" · {part}"
-        for task in self._bars.tasks[-1:]:
+        for task in [task for task in self._bars.tasks if not task.finished][:1]:
             self._bars.update(task.id, status=part)
 
     def _begin(self, name: str, done: int, total: int) -> None:
@@ -150,8 +152,8 @@ def _add(table: Table, name: str, before: Mean, after: Mean) -> None:
 
 
 def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return a PNG: training loss (all and per domain) over tokens seen, held-out losses before and after. One domain
-    is drawn once.
+    """Return a PNG: training loss (all and per domain) over tokens seen, held-out losses before, after and
+    between. One domain is drawn once.
 
     Args:
         events: those of `metrics.jsonl`.
@@ -169,11 +171,13 @@ def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
         there = [e for e in steps if key(e)]
         tokens, losses = [e["tokens_seen"] for e in there], [key(e)["loss"] for e in there]
         axes.plot(tokens, losses, color=color, linewidth=width, marker=".", alpha=0.7, label=f"training, {name}")
+        if not evaluations:
+            return
         tokens, losses = [e["tokens_seen"] for e in evaluations], [key(e)["loss"] for e in evaluations]
         style = {"linestyle": ":", "marker": "D", "markersize": 7, "markeredgecolor": "white"}
         axes.plot(tokens, losses, color=color, label=f"held out, {name}", **style)
 
-    domains = list(evaluations[0]["domains"])
+    domains = list(dict.fromkeys(domain for event in (evaluations or steps) for domain in event["domains"]))
     line(lambda e: e, "all" if len(domains) > 1 else domains[0], "black", 2)
     for index, domain in enumerate(domains if len(domains) > 1 else ()):
         line(lambda e, domain=domain: e["domains"].get(domain), domain, f"C{index}", 1)
@@ -308,6 +312,19 @@ class Journal:
         self._advance(step_status(event | speed))
         self.forward("step", step.number, event)
         self.forward("speed", step.number, speed)
+
+    def has_held_out(self, step: int) -> bool:
+        """Whether `metrics.jsonl` has the held-out loss after a step, the last it has; on all ranks alike.
+
+        Raises:
+            UserError, OtherRankFailed: it cannot be read.
+        """
+        found = False
+        with self._world.together():
+            if self._leads:
+                events = read_metrics(self._folder.metrics, 1)
+                found = any(event["event"] == "evaluation" and event["step"] == step for event in events)
+        return self._world.from_first(found)
 
     def forward(self, name: str, step: int, event: Mapping[str, Any]) -> None:
         """Send an event to the services that `log` names."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +61,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
+class Kept(NamedTuple):
+    """What stays as it was when a run began: the engine that `model.attention: auto` chose, and the steps."""
+
+    engine: str | None = None
+    steps: int | None = None
+
+
+NEW = Kept()
+
+
 @dataclass(frozen=True)
 class Setup:
     """A model and rows that fit each other, ready to train."""
@@ -71,6 +81,7 @@ class Setup:
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerFast"
     own_positions: int  # what the model held before it was extended
+    steps: int  # of the whole run
     store: TokenStore
     rows: PackedRows
     held_out: list[dict[str, np.ndarray]]
@@ -84,7 +95,7 @@ def set_up(
     on_progress: Callable[[PreparationProgress], None] | None = None,
     world: World = ALONE,
     check: Callable[[dict[str, Any]], None] = lambda identity: None,
-    kept_engine: str | None = None,
+    kept: Kept = NEW,
 ) -> Setup:
     """Make and check everything. Writes only into `data.cache`, where ranks wait for the one that comes first.
 
@@ -95,7 +106,7 @@ def set_up(
         world: this rank's place; its device is where the model goes.
         check: called with the identity of model, tokenizer and data before anything is tokenised or loaded, again with
             the identity of the tokens, and again with that of the weights.
-        kept_engine: what `model.attention: auto` chose when the run that resumes began.
+        kept: what was decided when the run that resumes began.
 
     Raises:
         UserError: anything that does not fit; see the functions that are called here.
@@ -137,8 +148,13 @@ def set_up(
     check(identity)
     check_store(store, model_config.vocab_size)
     rows, held_out = pack_rows(config, store, tokenizer, split)
+    train = config.train
+    steps = kept.steps or train.steps
+    if train.epochs is not None and kept.steps is None:
+        steps = -(-rows.count(train.epochs) // train.sequences_per_step)
+        train.with_steps(steps)
 
-    engine, measured = choose_engine(config, engine, kept_engine, own_config, rows, world)
+    engine, measured = choose_engine(config, engine, kept.engine, own_config, rows, world)
     settings, recomputation = choose_recomputation(config, model_config, engine, world)
     settings = settings.model_copy(update={"fused": fused})
     log(f"loading {config.model.source}")
@@ -197,8 +213,10 @@ def set_up(
             f"special   {special:,} records hold what looks like a special token, read as {meaning} "
             "(data.special_tokens)"
         )
-    steps, per_step = config.train.steps, config.train.sequences_per_step
+    per_step = config.train.sequences_per_step
     log(f"training  {steps:,} steps of {per_step} rows: {steps * per_step / len(rows):.2g} epochs")
+    if not held_out:
+        log("held out  nothing (data.held_out_share 0): no loss of documents that were not trained on is measured")
     if per_step > len(rows):
         log(
             f"warning   train.sequences_per_step {per_step:,} is more than the {len(rows):,} rows that there are: "
@@ -212,6 +230,7 @@ def set_up(
         "activation_checkpointing": settings.activation_checkpointing,
         "fused": fused,
         "processes": world.size,
+        "steps": steps,
         "identity": identity,
         "model_origin": _origin(source),
         "corpus_fingerprint": store.header.fingerprint,
@@ -226,7 +245,7 @@ def set_up(
     }
     here_already = config.model.source == "smollm2" or Path(config.model.source).is_dir()
     base = str(Path(source).resolve()) if here_already else config.model.source
-    return Setup(engine, base, source, model, tokenizer, own_positions, store, rows, held_out, identity, record)
+    return Setup(engine, base, source, model, tokenizer, own_positions, steps, store, rows, held_out, identity, record)
 
 
 def choose_recomputation(
@@ -383,7 +402,7 @@ def pack_rows(
             f"data.sources: no row has a token to train on: each of the {len(train):,} training documents is too short "
             "to have a next token; give longer documents"
         )
-    if not len(held):
+    if not len(held) and config.data.held_out_share:
         copies = f" ({store.copies} are copies of others)" if store.copies else ""
         raise UserError(
             f"data.held_out_share {config.data.held_out_share:g} of {len(store)} documents{copies} holds none out, so "

@@ -38,7 +38,7 @@ def describe_training(config: Config, record: Mapping[str, Any]) -> Training:
         split=config.pack.split if config.pack.interleave else None,
         sequence_length=config.pack.sequence_length,
         rope=identity.get("model", {}).get("rope_parameters") or {},
-        steps=config.train.steps,
+        steps=record.get("steps", config.train.steps),
         sequences_per_step=config.train.sequences_per_step,
         data=data,
     )

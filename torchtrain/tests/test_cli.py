@@ -115,7 +115,7 @@ GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="flash runs on this m
         ("rope.theta=keep", f"the model holds {POSITIONS} positions"),
         ("model.source=/no/such/folder", "no folder with a config.json here, and no hub id"),
         ("data.sources.0.files=/no/such/*.jsonl", "matches no file"),
-        ("data.held_out_share=0.0", "data.held_out_share 0 "),
+        ("train={epochs: 0.1, warmup_steps: 9}", "train.epochs 0.1: warmup_steps 9 is more than steps 1; lower"),
         ("pack.anchor=100000", "pack.anchor 100000"),
         ("data.cache=/dev/null/cache", "data.cache '/dev/null/cache' cannot be written: "),
         ("run.folder=/dev/null/run", "run.folder /dev/null/run: Not a directory; choose a folder that can be written"),

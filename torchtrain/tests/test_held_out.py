@@ -1,6 +1,7 @@
 """The held-out loss and the interval of its change, however a run was resumed or spread."""
 
 import io
+import json
 import signal
 
 import numpy as np
@@ -14,6 +15,7 @@ from torchtrain.data import collate
 from torchtrain.distributed.shard import assign_held_out
 from torchtrain.distributed.world import World
 from torchtrain.run import report
+from torchtrain.run.status import status_lines
 from torchtrain.tests.run_fixtures import WAITING
 from torchtrain.tests.tiny import tiny_tokenizer
 from torchtrain.training import held_out
@@ -76,3 +78,67 @@ def test_the_change_of_the_held_out_loss_has_an_interval():
     Console(file=shown, width=120).print(report.final_table(before, after, 10, 1.0))
     # Student's: -1/6 and 4.303 standard errors of sqrt(1/300) / sqrt(3) on both sides.
     assert "change -0.3101 to -0.0232 (95% interval over blocks of 256 tokens)" in " ".join(shown.getvalue().split())
+
+
+def events(folder, kind: str) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@pytest.mark.parametrize(("phase", "nth"), [("evaluation", 6), ("gradient", 4), ("state", 1)])
+def test_it_is_measured_on_the_way_and_changes_nothing(place, straight, phase, nth):
+    """Also where the run was killed in such a measurement, in the step after it, or while that step was saved."""
+    every = (WAITING, "held_out.every=1")
+    if not (place.folder / "on-the-way").exists():
+        assert place.train("on-the-way", *every) == 0, place.log("on-the-way")
+    whole = place.folder / "on-the-way"
+    assert [event["step"] for event in events(whole, "evaluation")] == [0, 1, 2, 3, 4, 5, 6]
+    assert events(whole, "step") == events(straight, "step")
+    assert events(whole, "evaluation")[::6] == events(straight, "evaluation")
+    assert (whole / "loss.png").is_file()
+    name = f"on-the-way-{phase}"
+    assert place.train(name, *every, at=phase, nth=nth) == -signal.SIGKILL
+    assert place.resume(name) == 0, place.log(name)
+    assert (place.folder / name / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_nothing_is_held_out_and_nothing_measured(place):
+    all_of_it = (WAITING, "data.held_out_share=0", "held_out.every=2")
+    assert place.train("all-of-it", *all_of_it) == 0, place.log("all-of-it")
+    assert "held out  nothing (data.held_out_share 0)" in place.log("all-of-it")
+    assert "Held-out loss" not in place.log("all-of-it")
+    run = place.folder / "all-of-it"
+    assert (run / "loss.png").is_file()
+    assert events(run, "evaluation") == []
+    assert place.train("all-of-it-again", *all_of_it, at="gradient", nth=5) == -signal.SIGKILL
+    assert place.resume("all-of-it-again") == 0, place.log("all-of-it-again")
+    assert (place.folder / "all-of-it-again" / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+
+
+def test_epochs_make_the_steps(place):
+    epochs = (WAITING, "train.steps=null", "train.epochs=0.7", "train.schedule=linear", "evaluation.every=0")
+    assert place.train("epochs", *epochs) == 0, place.log("epochs")
+    run = place.folder / "epochs"
+    steps = json.loads((run / "run.json").read_text())["steps"]
+    (said,) = (line for line in place.log("epochs").splitlines() if line.startswith("data  "))
+    rows = int(said.split(" in ")[1].split()[0])
+    assert steps == -(-int(np.ceil(0.7 * rows)) // 2) > 3
+    assert f"training  {steps} steps of 2 rows" in place.log("epochs")
+    assert [event["step"] for event in events(run, "step")] == [*range(1, steps + 1)]
+    assert events(run, "step")[-1]["learning_rate"] < events(run, "step")[1]["learning_rate"] / 2
+    assert place.train("epochs-again", *epochs, at="gradient", nth=4) == -signal.SIGKILL
+    assert place.resume("epochs-again", "train.epochs=0.8") == 2
+    assert "train.epochs: 0.7 in the run, 0.8 now" in place.last_line("epochs-again")
+    assert place.train("epochs-again", *epochs, "--resume") == 0, place.log("epochs-again")
+    assert (place.folder / "epochs-again" / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    assert f"steps      {steps} of {steps}" in "\n".join(status_lines(run))
+
+
+@pytest.mark.parametrize("variant", ["anchor", "anchor+tag"])
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_whole_epochs_have_the_rows_that_they_count(variant, epochs):
+    """With tags an epoch may have more rows than another."""
+    rows = torchtrain.pack(["ab " * n for n in range(3, 40)], tiny_tokenizer(), 48, variant=variant)
+    assert rows.locate(rows.count(epochs) - 1)[0] == epochs - 1
+    assert rows.locate(rows.count(epochs)) == (epochs, 0)
+    assert rows.count(epochs - 0.5) < rows.count(epochs)

@@ -351,6 +351,13 @@ def test_a_config_that_no_model_can_be_built_of_is_one_line(call, tree, write_co
     assert "the model cannot be built: Padding_idx must be within" in result.stderr
 
 
+def test_epochs_are_refused_because_documents_are_not_read(call, tree, write_config):
+    result = call(write_config(tree), "train={epochs: 2}")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "train.epochs 2: a plan packs no documents, so it takes steps" in result.stderr
+
+
 def test_a_plan_for_a_cpu_counts_nothing_for_cuda(call, tree, write_config):
     """A run that fits a small machine, and one that does not fit; what is proposed is counted alike."""
     config = write_config(tree)
