@@ -250,7 +250,7 @@ def _lay_out(row: RowTokens, variant: str, offset: int) -> Arrays:
         tag=len(row.tags[0]),
         chunks=CHUNKS,
         turns=np.random.default_rng(row.seed).permutation(pieces).tolist(),
-        targets=row.targets or None,
+        targets=[targets.tolist() for targets in row.targets] or None,
     )
     tokens, labels = [row.anchor], [np.full_like(row.anchor, IGNORED)]
     domains = [np.full_like(row.anchor, -1)]
