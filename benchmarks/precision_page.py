@@ -103,10 +103,15 @@ def _published() -> Numbers:
 
 
 def _on_gpu() -> Numbers:
-    """Return the time of attention under an anchor over that of full attention, by the tokens of a row."""
-    rows = json.loads((KEPT / "attention-h200.json").read_text(encoding="utf-8"))["rows"]
-    anchored = (row for row in rows if row["name"] == "flash, anchor")
-    return {f"h200.{row['tokens']}": format_number(row["of_full"]["median"]) for row in anchored}
+    """Return times of attention under an anchor over full attention, and tokens a second of steps, by length."""
+    attention, steps = (
+        json.loads((KEPT / f"{name}-h200.json").read_text(encoding="utf-8"))["rows"] for name in ("attention", "step")
+    )
+    anchored = (row for row in attention if row["name"] == "flash, anchor")
+    times = {f"h200.{row['tokens']}": format_number(row["of_full"]["median"]) for row in anchored}
+    return times | {
+        f"h200.{row['tokens']}.{row['loop'].replace(', ', '_')}": f"{row['tokens_per_second']:,.0f}" for row in steps
+    }
 
 
 def make_numbers(results: Results, prefix: str = "") -> Numbers:
