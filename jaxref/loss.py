@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxref.model import Decoder, head_logits
+from jaxref.model import Decoder, head_logits, to_arrays
 from jaxref.rounding import Rounding
-from jaxref.storage.weights import to_arrays
 
 IGNORED = -100  # the label of a token that predicts nothing; torch's `ignore_index`
 

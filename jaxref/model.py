@@ -16,6 +16,7 @@ bfloat16 model needs a preset and `jaxref.storage.weights.cast(decoder, "bfloat1
 Python calls it for every layer. So 80 layers make no larger XLA program than 2. Do not `jit` the decoder.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -339,3 +340,19 @@ def _check_ids(config: DecoderConfig, *arrays: Any) -> list[jax.Array]:
     if checked[2].min() < -1:
         raise ValueError(f"document_ids: {checked[2].min()}; known are -1 padding, 0 anchor and 1..n documents")
     return [jnp.asarray(array) for array in checked]
+
+
+def to_arrays(decoder: Decoder) -> dict[str, jax.Array]:
+    """Return every parameter by its name, as stored. Works on a decoder of gradients just as well."""
+    return dict(name_leaves(nnx.split(decoder)[1]))
+
+
+def name_leaves(state: nnx.State) -> Iterator[tuple[str, Any]]:
+    """Yield (Hugging Face name, array or shape) of every parameter, in the order of the state's leaves.
+
+    Attributes carry the names of transformers' modules, so the path of a parameter is its name:
+    `layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`; `lm_head.weight` stays as it is.
+    """
+    for path, leaf in jax.tree.leaves_with_path(state):
+        parts = [str(getattr(key, "key", key)) for key in path if not isinstance(key, jax.tree_util.GetAttrKey)]
+        yield ".".join(parts if parts[0] == "lm_head" else ["model", *parts]), leaf

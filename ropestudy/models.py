@@ -19,8 +19,8 @@ from anchorline import hub
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import read_json
 from jaxref.decoder_config import DecoderConfig
-from jaxref.model import Decoder
-from jaxref.storage.weights import cast, from_arrays, load_hf, parameter_shapes, to_arrays
+from jaxref.model import Decoder, to_arrays
+from jaxref.storage.weights import cast, from_arrays, load_hf, parameter_shapes
 from ropestudy.spec import ModelConfig
 
 DTYPE = "bfloat16"

@@ -9,7 +9,7 @@ import jax
 import jaxref
 from anchorline.environment import git_state, processor, versions
 from anchorline.errors import UserError
-from jaxref.storage.weights import to_arrays
+from jaxref.model import to_arrays
 from ropestudy.cells import LIBRARIES, Bench
 from ropestudy.experiments import make_questions
 from ropestudy.models import INITIALISATIONS, Pretrained, load_pretrained

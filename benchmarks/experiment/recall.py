@@ -20,8 +20,8 @@ from benchmarks.experiment.spec import rounding
 from torchtrain.attention import make_plan
 from torchtrain.attention.rounding import round_mantissa
 from torchtrain.config import ModelConfig
+from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.modeling.load import load_for_training
-from torchtrain.modeling.parts import head_of, hidden_states
 from torchtrain.modeling.source import open_config
 
 if TYPE_CHECKING:

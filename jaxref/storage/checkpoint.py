@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import FileEntry, differs, entries_of, read_json, resolve, write_file
 from jaxref.decoder_config import DecoderConfig
-from jaxref.model import Decoder
-from jaxref.storage.weights import check_new, from_arrays, load_hf, parameter_shapes, save_hf, to_arrays, write_folder
+from jaxref.model import Decoder, to_arrays
+from jaxref.storage.weights import check_new, from_arrays, load_hf, parameter_shapes, save_hf, write_folder
 
 FILES = "files.json"
 

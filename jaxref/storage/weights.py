@@ -1,7 +1,5 @@
 """Convert parameters, by Hugging Face name, between a folder of safetensors, a dict of arrays and a decoder.
 
-A decoder's attributes carry the names of transformers' modules, so the path of a parameter is its name:
-`layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`; `lm_head.weight` stays as it is.
 Only `cast` changes the bits of a parameter.
 """
 
@@ -23,7 +21,7 @@ from safetensors.numpy import save_file
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import build_folder, read_json, write_file
 from jaxref.decoder_config import DecoderConfig
-from jaxref.model import Decoder
+from jaxref.model import Decoder, name_leaves, to_arrays
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SAFETENSORS_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -35,12 +33,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
     Matrices are [outputs, inputs].
     """
-    return {name: leaf.shape for name, leaf in _name_leaves(_abstract(config)[1])}
-
-
-def to_arrays(decoder: Decoder) -> dict[str, jax.Array]:
-    """Return every parameter by its name, as stored. Works on a decoder of gradients just as well."""
-    return dict(_name_leaves(nnx.split(decoder)[1]))
+    return {name: leaf.shape for name, leaf in name_leaves(_abstract(config)[1])}
 
 
 def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
@@ -60,7 +53,7 @@ def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
         if head.dtype != table.dtype or head.tobytes() != table.tobytes():
             raise UserError("tie_word_embeddings: true, but lm_head.weight differs from model.embed_tokens.weight")
     graph, state = _abstract(config)
-    leaves = [jnp.asarray(arrays[name]) for name, _ in _name_leaves(state)]
+    leaves = [jnp.asarray(arrays[name]) for name, _ in name_leaves(state)]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
 
 
@@ -136,13 +129,6 @@ def write_folder(folder: Path) -> Iterator[Path]:
 def _abstract(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State]:
     """Make a decoder of shapes, which costs no memory, and split it."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, None)))
-
-
-def _name_leaves(state: nnx.State) -> Iterator[tuple[str, Any]]:
-    """Yield (name, array or shape) of every parameter, in the order of the state's leaves."""
-    for path, leaf in jax.tree.leaves_with_path(state):
-        parts = [str(getattr(key, "key", key)) for key in path if not isinstance(key, jax.tree_util.GetAttrKey)]
-        yield ".".join(parts if parts[0] == "lm_head" else ["model", *parts]), leaf
 
 
 def _check(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -7,9 +7,10 @@ import ml_dtypes
 import pytest
 
 from anchorline.errors import UserError
+from jaxref.model import to_arrays
 from jaxref.optim import adamw, step
 from jaxref.storage.checkpoint import restore, save
-from jaxref.storage.weights import from_arrays, to_arrays
+from jaxref.storage.weights import from_arrays
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_weights import DTYPES, assert_bitwise
 

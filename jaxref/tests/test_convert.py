@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from jaxref.cli import app
+from jaxref.model import to_arrays
 from jaxref.optim import adamw
 from jaxref.storage import checkpoint as module
 from jaxref.storage.checkpoint import FILES, restore, save
-from jaxref.storage.weights import load_hf, save_hf, to_arrays
+from jaxref.storage.weights import load_hf, save_hf
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_weights import assert_bitwise
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxref.loss import batch_nll, domain_totals, mean_and_gradients, token_nll, totals
+from jaxref.model import to_arrays
 from jaxref.rounding import preset
-from jaxref.storage.weights import from_arrays, to_arrays
+from jaxref.storage.weights import from_arrays
 from jaxref.tests.decoders import batch, tiny
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxref.model import Decoder, _run_layer
+from jaxref.model import Decoder, _run_layer, to_arrays
 from jaxref.rope_spec import RopeSpec
 from jaxref.rounding import preset
-from jaxref.storage.weights import to_arrays
 from jaxref.tests.decoders import FAMILIES, TOKENS, VARIANTS, WINDOWED, assert_float64_of, row, tiny
 
 EXACT, FP32, HF_BF16 = preset("exact"), preset("fp32"), preset("hf_eager_bf16")

@@ -9,7 +9,8 @@ from safetensors.numpy import save_file
 
 from anchorline.errors import UserError
 from jaxref.decoder_config import DecoderConfig
-from jaxref.storage.weights import cast, from_arrays, load_hf, parameter_shapes, save_hf, to_arrays
+from jaxref.model import to_arrays
+from jaxref.storage.weights import cast, from_arrays, load_hf, parameter_shapes, save_hf
 from jaxref.tests.decoders import FAMILIES, hf_config, random_arrays, tiny
 
 DTYPES = [np.float64, np.float32, ml_dtypes.bfloat16, np.float16]

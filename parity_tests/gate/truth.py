@@ -17,10 +17,10 @@ import numpy as np
 from anchorline.tolerance import likely_error_of_norms
 from jaxref.layout import lay_out
 from jaxref.loss import IGNORED, batch_nll, mean_and_gradients, token_nll
-from jaxref.model import Decoder
+from jaxref.model import Decoder, to_arrays
 from jaxref.optim import step
 from jaxref.rounding import preset
-from jaxref.storage.weights import cast, from_arrays, load_hf, to_arrays
+from jaxref.storage.weights import cast, from_arrays, load_hf
 from parity_tests.gate.case import CHUNKS, GateCase, RowTokens, insert_padding, tiny_config, tiny_weights
 from parity_tests.gate.corpus import DOMAINS, draw_corpus
 from parity_tests.gate.spec import CaseSpec

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from anchorline.errors import UserError
-from jaxref.storage.weights import cast, load_hf, to_arrays
+from jaxref.model import to_arrays
+from jaxref.storage.weights import cast, load_hf
 from parity_tests.gate.case import TINY, find_folder
 
 SHOWN = 3

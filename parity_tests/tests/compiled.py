@@ -22,8 +22,8 @@ from parity_tests.tests.models import packed_batch, tiny_model
 from torchtrain.attention import make_plan
 from torchtrain.attention.hf import implementation_name
 from torchtrain.config import ModelConfig
+from torchtrain.modeling.head import hidden_states
 from torchtrain.modeling.load import set_up_layers
-from torchtrain.modeling.parts import hidden_states
 from torchtrain.modeling.rotation import rotate_in_float32
 
 FAR = 131_072

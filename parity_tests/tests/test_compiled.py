@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from parity_tests.tests.compiled import far_batches, model_of, train_on
 from torchtrain.modeling import compilation
-from torchtrain.modeling.parts import hidden_states
+from torchtrain.modeling.head import hidden_states
 
 # Dynamo looks at every tensor's gradient, and expects this of those that are no leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

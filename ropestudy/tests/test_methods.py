@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxref.model import to_arrays
 from jaxref.rope import cos_sin, inverse_frequencies, rotate
 from jaxref.rounding import NO_SITES, SITES, Rounding, preset
-from jaxref.storage.weights import to_arrays
 from jaxref.tests.decoders import UNIT_RATIO, tiny
 from ropestudy.compute.conditions import EXACT, Condition, off_alone, off_together, on_alone, remedies
 from ropestudy.compute.engine import Pair, Row, Stream, compare

@@ -12,8 +12,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxref.decoder_config import DecoderConfig
+from jaxref.model import to_arrays
 from jaxref.rounding import SITES
-from jaxref.storage.weights import save_hf, to_arrays
+from jaxref.storage.weights import save_hf
 from jaxref.tests.decoders import hf_config, tiny
 from ropestudy.cells import Bench
 from ropestudy.cli import main

@@ -29,16 +29,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from anchorline.errors import UserError
+from torchtrain.attention.callers import callers, is_generating, say_no_cache
 from torchtrain.attention.engines.choice import ENGINES, attend, resolve_engine
-from torchtrain.attention.masks import (
-    callers,
-    is_generating,
-    read_mask,
-    remember,
-    say_no_cache,
-    window_of,
-)
+from torchtrain.attention.masks import read_mask, window_of
 from torchtrain.attention.plan import AttentionPlan, make_plan
+from torchtrain.attention.remember import remember
 from torchtrain.attention.rounding import round_after_rope
 
 logger = logging.getLogger(__name__)

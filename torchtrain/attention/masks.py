@@ -5,20 +5,17 @@ Upstream: transformers/masking_utils.py (`create_causal_mask` and its siblings, 
 Legend: T tokens of a row.
 """
 
-import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
 
 from anchorline.errors import UserError
-
-_Value = TypeVar("_Value")
+from torchtrain.attention.callers import is_generating, say_no_cache
+from torchtrain.attention.remember import remember
 
 # A test compares these lists with transformers' source. Whatever an upgrade adds is in none of them, and is refused.
 # `document_ids` replace these mask functions:
@@ -131,30 +128,6 @@ def hide_nothing(ids_BT: Tensor) -> Tensor:
     return mask_BT
 
 
-def is_generating() -> bool:
-    """Whether transformers' `generate` is among the callers. Called only before an error is raised."""
-    generate = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
-    return any(frame.f_code is generate for frame in callers())
-
-
-def say_no_cache(what: str) -> str:
-    """Return the refusal of a KV cache, with an implementation that the calling model has. For an error alone."""
-    models = (frame.f_locals.get("self") for frame in callers())
-    model = next((x for x in models if isinstance(x, PreTrainedModel)), None)
-    use = f'model.set_attn_implementation("{"sdpa" if getattr(model, "_supports_sdpa", False) else "eager"}")'
-    if is_generating():
-        return f"generate: `anchor` has no KV cache; generate with {use}, and set `anchor` again to train"
-    return f"{what}: `anchor` has no KV cache: pass use_cache=False, and generate with {use}"
-
-
-def callers() -> Iterator[FrameType]:
-    """Walk the frames of whoever called, innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def functions_in(mask_function: Callable[..., Any]) -> set[str]:
     """Names of the functions that make up a mask of transformers: each holds others in its closure."""
     names = {getattr(mask_function, "__qualname__", type(mask_function).__qualname__).partition(".")[0]}
@@ -191,20 +164,3 @@ def length_refusal(setting: str, length: int, tokens: int) -> str:
         f"{setting}: {length} would hide keys of a row of {tokens} tokens, which `anchor` does not honour; shorten the "
         f"row, or set config.{setting}=None where the model is trained to see that far"
     )
-
-
-def remember(name: str, tensor: Tensor, make: Callable[[], _Value]) -> _Value:
-    """Return the result of `make`, kept on this tensor. It is made again only after a write to the tensor.
-
-    `_version` counts in-place changes. Inference tensors have no count, so a copy is compared.
-    """
-    kept: tuple[int | Tensor, _Value] | None = getattr(tensor, name, None)
-    if kept is not None and _is_unchanged(tensor, kept[0]):
-        return kept[1]
-    value = make()
-    setattr(tensor, name, (tensor.clone() if tensor.is_inference() else tensor._version, value))
-    return value
-
-
-def _is_unchanged(tensor: Tensor, version: int | Tensor) -> bool:
-    return tensor.equal(version) if isinstance(version, Tensor) else tensor._version == version

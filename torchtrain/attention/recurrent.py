@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from anchorline.errors import UserError
+from torchtrain.attention.callers import say_no_cache
 from torchtrain.attention.engines.gather import gather_keys, scatter_queries
 from torchtrain.attention.hf import APART, remembered_plan
-from torchtrain.attention.masks import NOT_HONOURED, SEPARATED, hides_nothing, say_no_cache
+from torchtrain.attention.masks import NOT_HONOURED, SEPARATED, hides_nothing
 from torchtrain.attention.plan import AttentionPlan
 
 # Classes of transformers whose forward takes hidden states [B, T, M], and in which a token changes only later ones.

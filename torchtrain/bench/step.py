@@ -27,9 +27,8 @@ from torchtrain.distributed.world import World
 from torchtrain.marks import IGNORED
 from torchtrain.modeling.compilation import check_compiler
 from torchtrain.modeling.load import load_for_training, set_up_layers
-from torchtrain.modeling.parts import check_config
 from torchtrain.modeling.rope import extend
-from torchtrain.modeling.source import open_config, resolve_source
+from torchtrain.modeling.source import check_config, open_config, resolve_source
 from torchtrain.planning.flops import FlopCounter
 from torchtrain.products import describe_products
 from torchtrain.training.step import make_micro_batches, take_step

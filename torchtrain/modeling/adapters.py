@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from anchorline.errors import UserError, one_line, quoted
 from anchorline.files import write_file
 from torchtrain.config import LoraSettings
-from torchtrain.modeling.parts import head_of
+from torchtrain.modeling.head import head_of
 from torchtrain.products import LINEAR
 
 if TYPE_CHECKING:

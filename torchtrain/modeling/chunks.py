@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from anchorline.errors import UserError
 from torchtrain.modeling.adapters import is_linear, layer_and_factors
-from torchtrain.modeling.parts import whole_shape
+from torchtrain.modeling.weights import whole_shape
 from torchtrain.products import linear, multiply
 
 if TYPE_CHECKING:

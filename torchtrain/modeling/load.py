@@ -26,10 +26,11 @@ from torchtrain.config import ModelConfig
 from torchtrain.modeling.adapters import add_adapters
 from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.compilation import compile_layers
-from torchtrain.modeling.parts import check_head, first_not_finite
+from torchtrain.modeling.head import check_head
 from torchtrain.modeling.placement import DeviceMap, all_weights, check_can_spread, check_covers, check_spread
 from torchtrain.modeling.recompute import hand_layers_over, save_memory
 from torchtrain.modeling.source import check_no_adapter, first_line, open_config, read_by_library
+from torchtrain.modeling.weights import first_not_finite
 from torchtrain.products import use_float32_products
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def load_for_training(
     cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
     seed: draws adapters.
     Raises UserError: weights missing, cut off, of another shape or not finite, an adapter beside them, attention that
-        cannot be replaced, or a check that fails (`torchtrain.modeling.parts`, `torchtrain.attention.separation`).
+        cannot be replaced, or a check that fails (`torchtrain.modeling.head`, `torchtrain.attention.separation`).
     Raises OtherRankFailed: with a cutter: another rank found one of these, and says so.
     """
     from torchtrain.attention.hf import implementation_name, register

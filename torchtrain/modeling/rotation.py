@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from anchorline.errors import UserError
 from torchtrain.attention.hf import ROTATED, watch_queries
 from torchtrain.attention.rounding import ROUNDED_BITS, round_mantissa
-from torchtrain.modeling.parts import hidden_states
+from torchtrain.modeling.head import hidden_states
 
 
 def rotate_in_float32(model: nn.Module) -> None:

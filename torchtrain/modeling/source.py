@@ -225,6 +225,28 @@ def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConf
     return config
 
 
+def check_config(config: "PretrainedConfig", length: int) -> None:
+    """Refuse what the attention engines do not honour, before any weight is read. Raises UserError: no fixed number of
+    positions, attention dropout, or a chunk of attention shorter than the rows.
+    """
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise UserError(
+            f"model.source: {config.model_type} names no max_position_embeddings in its config.json and is not "
+            "supported"
+        )
+    if dropout := getattr(config, "attention_dropout", 0.0):
+        raise UserError(
+            f"model.source: attention_dropout {dropout} in its config.json is not supported; set it to 0 in a local "
+            "copy"
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and chunk < length and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UserError(
+            f"model.source: its attention_chunk_size of {chunk} tokens is shorter than pack.sequence_length {length} "
+            "and is not supported; shorten the rows or choose a model without one"
+        )
+
+
 def _find_no_number(written: dict[str, Any]) -> str | None:
     """Return the first value of a config.json that is no number where it must be one, in words.
 

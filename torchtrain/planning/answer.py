@@ -11,14 +11,7 @@ from torchtrain.distributed.layout import check_layout
 from torchtrain.modeling.source import find_published
 from torchtrain.planning.budget import GIB, RESERVE, Memory, Shapes, count_memory, model_config, propose
 from torchtrain.planning.flops import peak_of
-from torchtrain.planning.work import (
-    Documents,
-    Work,
-    count_saves,
-    count_work,
-    describe_schedule,
-    read_documents,
-)
+from torchtrain.planning.work import Documents, Work, count_work, describe_saves, read_documents
 
 
 @dataclass(frozen=True)
@@ -44,34 +37,27 @@ class Pace:
     mfu: float | None = None  # of the GPU's peak
 
     def __post_init__(self) -> None:
-        """Raise UserError where both are given, or half of the second."""
         if self.tokens_per_second is not None and self.mfu is not None:
             raise UserError("--tokens-per-second, --gpu with --mfu: give one of the two")
         if self.mfu is not None and self.gpu is None:
             raise UserError(f"--mfu {self.mfu:g}: give --gpu, too, whose peak it is a share of")
         if self.gpu is not None and self.mfu is None:
             raise UserError(f"--gpu {quoted(self.gpu)}: give --mfu, too, the share of its peak that a run reaches")
-
-    def seconds(self, work: Work, processes: int) -> float | None:
-        """Return how long a run takes, or None where the user gave no pace. Raises UserError: no peak is known for the
-        GPU.
-        """
-        if self.tokens_per_second is not None:
-            return work.tokens / self.tokens_per_second
-        if self.mfu is None or self.gpu is None:
-            return None
-        peak = peak_of(self.gpu)
-        if peak is None:
+        if self.gpu is not None and peak_of(self.gpu) is None:
             raise UserError(
                 f"--gpu {quoted(self.gpu)}: no peak is known; give --tokens-per-second or a name such as A100, H100"
             )
-        return work.flops / (self.mfu * peak * processes)
+
+    def seconds(self, work: Work, processes: int) -> float | None:
+        """Return how long a run takes; None: nothing is known."""
+        if self.tokens_per_second is not None:
+            return work.tokens / self.tokens_per_second
+        peak = None if self.gpu is None else peak_of(self.gpu)
+        return None if peak is None or self.mfu is None else work.flops / (self.mfu * peak * processes)
 
 
 def print_plan(config: Config, machine: Machine, pace: Pace, document_tokens: float | None) -> bool:
-    """Print what a run needs; return whether it fits. Raises UserError: as `set_up` of what config.json says, the
-    layout, the prepared store, and `Pace.seconds`; or the steps follow from documents, which are not read.
-    """
+    """Print what a run needs; return whether it fits. Raises UserError: the config is of no run, or has no steps."""
     if config.train.epochs is not None:
         raise UserError(
             f"train.epochs {config.train.epochs:g}: a plan packs no documents, so it takes steps; a run says their "
@@ -90,22 +76,23 @@ def print_plan(config: Config, machine: Machine, pace: Pace, document_tokens: fl
         when = "loads" if memory.host_load >= memory.host else "trains"
         print(f"hosts     hold {memory.hosts / GIB:.1f} GiB while it {when}, more than --host-memory")
     fits = machine.needed(memory) <= machine.each
-    if not fits:
-        when = " while it loads" if memory.load > memory.step else ""
-        print(f"too much  {(machine.needed(memory) - machine.each) / GIB:.1f} GiB more than there is{when}")
-        changes, after = propose(config, shapes, machine.processes, machine.each, machine.cpu)
-        helps = machine.needed(after) <= machine.each
-        larger = "processes or more memory" if machine.cpu else "or larger GPUs"
-        verdict = "fits" if helps else f"is still too much: take more {larger}"
-        if machine.hosts is not None and after.hosts > machine.hosts:
-            verdict += f"; the hosts would hold {after.hosts / GIB:.1f} GiB, more than --host-memory"
-        print(f"change    {' '.join(changes) or 'nothing helps'}: {_held(after, machine)}, {verdict}")
-    elif not over:
+    if fits and over:
+        return False
+    changes, after = propose(config, shapes, machine.processes, machine.each, machine.cpu)
+    held = f"{after.of_process(machine.processes, machine.cpu) / GIB:.1f} GiB"
+    if fits:
         included = "" if machine.cpu else ", the reserve included"
         print(f"fits      {machine.needed(memory) / machine.each:.0%} of the memory{included}")
-        changes, least = propose(config, shapes, machine.processes, machine.each, machine.cpu)
-        print(f"fastest   {' '.join(changes)}: {_held(least, machine)}" if changes else "fastest   as it is")
-    return fits and not over
+        print(f"fastest   {' '.join(changes)}: {held}" if changes else "fastest   as it is")
+        return True
+    when = " while it loads" if memory.load > memory.step else ""
+    print(f"too much  {(machine.needed(memory) - machine.each) / GIB:.1f} GiB more than there is{when}")
+    larger = "processes or more memory" if machine.cpu else "or larger GPUs"
+    verdict = "fits" if machine.needed(after) <= machine.each else f"is still too much: take more {larger}"
+    if machine.hosts is not None and after.hosts > machine.hosts:
+        verdict += f"; the hosts would hold {after.hosts / GIB:.1f} GiB, more than --host-memory"
+    print(f"change    {' '.join(changes) or 'nothing helps'}: {held}, {verdict}")
+    return False
 
 
 def _print_work(config: Config, shapes: Shapes, work: Work, documents: Documents, seconds: float | None) -> None:
@@ -114,23 +101,14 @@ def _print_work(config: Config, shapes: Shapes, work: Work, documents: Documents
     if config.model.fused == "compile":
         print(f"fused     activations are counted as without model.fused {config.model.fused}, which keeps fewer")
     trained = "" if config.model.lora is None else f", {work.trained:,} of them trained"
+    how = documents.source if config.pack.base_variant.separates else "full attention"
+    hours = "unknown: give --tokens-per-second, or --gpu and --mfu"
     print(f"weights   {work.weights:,}{trained}")
     print(f"tokens    {work.tokens:,} in {config.train.steps:,} steps")
-    how = documents.source if config.pack.base_variant.separates else "full attention"
     print(f"attention {work.live_share:.1%} of a row's pairs are live ({how})")
     print(f"FLOPs     {work.flops:.3g}")
-    hours = "unknown: give --tokens-per-second, or --gpu and --mfu"
     print(f"time      {hours if seconds is None else f'{seconds / 3600:,.1f} hours'}")
-    saves = count_saves(config.save, config.train, work, shapes.model(config.model).dtype.itemsize)
-    gib = f"{saves.checkpoint / GIB:,.1f} GiB each, {describe_schedule(config.save, config.train)}"
-    print(f"saves     {saves.checkpoints:,} checkpoints of {gib}")
-    print(f"models    {saves.models:,} of {saves.model / GIB:,.1f} GiB each")
-    written, most = (f"{size / GIB:,.1f} GiB" for size in (saves.written, saves.most))
-    print(f"disk      {written} written in all, up to {most} there at a time")
-
-
-def _held(memory: Memory, machine: Machine) -> str:
-    return f"{memory.of_process(machine.processes, machine.cpu) / GIB:.1f} GiB"
+    print(describe_saves(config.save, config.train, work, shapes.model(config.model).dtype.itemsize))
 
 
 def _memory_table(memory: Memory, machine: Machine) -> Table:

@@ -4,22 +4,15 @@ Forward and backward of one batch, a multiplication and an addition counted as t
 
     6 x P x tokens  +  6 x V x M x tokens with a label  +  6 x L x H x (D + E) x live pairs
 
-P counts the weights of all matrices but embeddings (look-ups) and the head; the head runs on labelled tokens
-alone. A live pair is a (query, key) pair that the mask leaves, on average over the layers, some of which may have a
-window: 2 D FLOPs for the score and 2 E for the value, per head and layer, three times over with the backward pass.
-Padding, norms and softmax are not counted: this is the model's work, not the machine's: what is computed a second time
-in the backward pass is not counted either. Dense models only: of a mixture of experts it counts every expert. Of a
-layer that carries a state (Mamba, linear attention) it counts the matrices, not the state's own steps, and the
-anchor once, though the layer computes it again for every document.
+P counts the weights of all matrices but embeddings (look-ups) and the head; a frozen weight (`model.lora`) takes 4
+where a trained one takes 6. The head runs on labelled tokens alone. A live pair is a (query, key) pair that the mask
+leaves, on average over the layers: 2 D FLOPs for the score and 2 E for the value, three times over with the backward
+pass. This is the model's work: padding, norms, softmax and what is computed a second time are not counted. Of a
+mixture of experts every expert counts, of a layer that carries a state (Mamba, linear attention) the matrices alone.
 
-A frozen weight (`model.lora`) takes 4 where a trained one takes 6: it has no gradient of its own. What reads a frozen
-embedding, the first layer's q, k and v, needs no gradient of what it takes either; it is counted as if it did.
+Upstream: arXiv 2204.02311, appendix B, which counts all T x T pairs.
 
-Upstream: arXiv 2204.02311, appendix B, which counts all T x T pairs; at 64K tokens of 2K documents that is 60 times too
-many.
-
-Legend: M model width · V vocabulary · L layers with attention · H query heads · D head_dim · E head_dim of values,
-where it is another.
+Legend: M model width · V vocabulary · L layers with attention · H query heads · D, E head_dim of keys and of values.
 """
 
 import re
@@ -31,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtrain.attention.masks import layer_windows
-from torchtrain.modeling.parts import head_of, whole_shape
+from torchtrain.modeling.head import head_of
+from torchtrain.modeling.weights import whole_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,13 +1,12 @@
-"""What a step holds in memory while it runs, counted on torch's meta device: shapes without numbers.
+"""What a step holds in memory, counted on torch's meta device: shapes without numbers.
 
 Every tensor that transformers, autograd, checkpointing, the gathering of keys, FlashAttention and the loss make is
-counted while it lives, so no formula of a model's activations is needed. `flash_workspace` counts what FlashAttention's
-backward pass takes inside its kernel. A rank that shares rows is counted as if it had short rows of its own: Ulysses
-gives it some heads of the whole row, which is as many numbers; the exchange afterwards copies attention's output. On a
-GPU the allocator's fragments, the CUDA context (about half a GB) and NCCL's buffers come on top.
+counted while it lives, so no formula of a model's activations is needed. A rank that shares rows is counted as if it
+had short rows of its own: Ulysses gives it some heads of the whole row, which is as many numbers; the exchange
+afterwards copies attention's output. The allocator's fragments, the CUDA context and NCCL's buffers come on top.
 
 Activations and gradients do not peak together: in a step of one micro-batch gradients grow while activations go. So
-each moment is kept with the gradients that exist by then; torch's own `MemTracker` keeps the peak alone.
+the most is kept for each number of gradients; torch's own `MemTracker` keeps the peak alone.
 
 Legend: B batch · t tokens of this rank's part of a row · H query heads · K key/value heads · D head_dim · N query
 tokens · M gathered keys.
@@ -16,7 +15,7 @@ tokens · M gathered keys.
 import copy
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from torchtrain.config import Config, ModelConfig, Variant
 from torchtrain.distributed.shard import ROOM
 from torchtrain.marks import ANCHOR
 from torchtrain.modeling.adapters import add_adapters
-from torchtrain.modeling.parts import LogitRule, head_of, hidden_states
+from torchtrain.modeling.head import LogitRule, head_of, hidden_states
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.source import read_by_library
 from torchtrain.training.labels import Labels
@@ -49,40 +48,34 @@ _PROCESSORS = 132  # of an H100 or H200, which have more than an A100: the works
 FLASH_BACKWARD = "torch_attn::_varlen_attn_backward"
 
 
-class Moment(NamedTuple):
-    """What a pass holds at one time, besides weights and what the step keeps of gradients."""
+class _CountBytes(TorchDispatchMode):
+    """Counts the bytes of all storages made inside the block, but the model's own, that are still alive.
 
-    held: int  # bytes
-    summed: int  # of how many weights the step has a gradient by then
-    adding: int  # how many weights the gradient has that is just being added to the step's; 0 most of the time
-
-
-class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of all storages made inside the block and still alive: now, at most, and at each moment.
-
-    model: its weights were there before, whatever views the block takes of them.
     splits: as `flash_workspace`.
     waiting: bytes of gradients that wait, at most, until they are added to the step's, beside one more.
     """
 
-    def __init__(self, model: nn.Module, splits: int = 1, waiting: int = 0) -> None:
+    def __init__(self, model: nn.Module, splits: int, waiting: int) -> None:
         super().__init__()
-        self.now = self.peak = self.summed = 0
+        # The most bytes, by how many weights have a gradient by then and how many get theirs at that moment (mostly 0).
+        self.moments: dict[tuple[int, int], int] = {}
+        self._now = self._summed = 0
         self._splits, self._most_waiting = splits, waiting
         self._waiting: list[nn.Parameter] = []
-        self._moments: dict[tuple[int, int], int] = {}
         self._known: Any = WeakIdKeyDictionary()
         for tensor in (*model.parameters(), *model.buffers()):
             self._known[tensor.untyped_storage()] = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, then count what it made."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf)
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()) not in self._known:
+                self._known[storage] = True
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+                self._note()
         if func._schema.name == FLASH_BACKWARD:
-            self._note(self.now + flash_workspace(args, self._splits))
+            self._note(flash_workspace(args, self._splits))
         return result
 
     def take(self, parameter: nn.Parameter) -> None:
@@ -93,46 +86,26 @@ class PeakBytes(TorchDispatchMode):
 
     def add(self) -> None:
         """Add the gradients that wait to the step's: they no longer belong to the pass."""
-        if self._waiting:
-            weights = sum(p.numel() for p in self._waiting)
-            self.summed += weights
-            self._note(self.now, adding=weights)
+        if weights := sum(p.numel() for p in self._waiting):
+            self._summed += weights
+            self._note(adding=weights)
         for parameter in self._waiting:
             parameter.grad = None
         self._waiting = []
 
-    def moments(self) -> tuple[Moment, ...]:
-        """Return the most that was held for each number of gradients."""
-        return tuple(Moment(held, *key) for key, held in self._moments.items())
-
-    def _count(self, x: Tensor) -> None:
-        """Count a tensor's storage, unless it is known."""
-        storage = x.untyped_storage()
-        if storage in self._known:
-            return
-        self._known[storage] = True
-        self.now += storage.nbytes()
-        weakref.finalize(storage, self._free, storage.nbytes())
-        self._note(self.now)
-
-    def _note(self, held: int, adding: int = 0) -> None:
-        key = (self.summed, adding)
-        self.peak = max(self.peak, held)
-        self._moments[key] = max(held, self._moments.get(key, 0))
+    def _note(self, more: int = 0, adding: int = 0) -> None:
+        key = (self._summed, adding)
+        self.moments[key] = max(self._now + more, self.moments.get(key, 0))
 
     def _free(self, size: int) -> None:
-        self.now -= size
+        self._now -= size
 
 
 def flash_workspace(args: Any, splits: int) -> int:
-    """Return the bytes that FlashAttention-2's backward kernel takes for itself.
-
-    float32 sums of dq, `splits` times; and dk and dv of
-    every query head where key/value heads are fewer. Upstream: flash-attention's csrc/flash_attn/flash_api.cpp,
-    mha_varlen_bwd.
-
-    args: of torch's `_varlen_attn_backward`.
-    splits: 1; or, where dq is added up in a fixed order, how many blocks of keys run at a time.
+    """Return the bytes that FlashAttention-2's backward kernel takes for itself, of the arguments of torch's
+    `_varlen_attn_backward`: sums of dq in float32, `splits` times (1; where dq is added up in a fixed order, how many
+    blocks of keys run at a time), and dk and dv of every query head. Upstream: flash-attention's
+    csrc/flash_attn/flash_api.cpp, mha_varlen_bwd.
     """
     _, q_NHD, k_MKD, _, _, _, cu_seqlens, *_ = args
     (N, H, D), (M, K, _), segments = q_NHD.shape, k_MKD.shape, len(cu_seqlens) - 1
@@ -142,10 +115,10 @@ def flash_workspace(args: Any, splits: int) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and a backward pass, moment by moment."""
+    """A forward and a backward pass: the bytes that it holds, as `_CountBytes` has them, and how many weights train."""
 
-    moments: tuple[Moment, ...]
-    weights: int  # that are trained
+    moments: dict[tuple[int, int], int]
+    weights: int
 
     def most(
         self,
@@ -161,25 +134,21 @@ class Pass:
         again: the step has gradients from the start, those of an earlier micro-batch.
         kept: bytes that the GPU keeps of a weight's gradient.
         adding: bytes more of one that is being added to the step's.
-        bucket: weights whose gradients are added at a time, if one parameter has not more.
-        at_once: weights at most whose gradients are added at a time.
+        bucket, at_once: weights, at least and at most, whose gradients are added at a time.
         begun: bytes more from the pass's first gradient on.
         """
         bucket, at_once = min(bucket, self.weights), self.weights if at_once is None else at_once
 
-        def split(moment: Moment) -> tuple[int, int]:
-            more = adding * min(max(moment.adding, bucket), at_once) if moment.adding else 0
-            more += begun if moment.summed else 0
-            return round(moment.held + more), round(kept * (self.weights if again else moment.summed))
+        def split(moment: tuple[tuple[int, int], int]) -> tuple[int, int]:
+            (summed, now), held = moment
+            more = (adding * min(max(now, bucket), at_once) if now else 0) + (begun if summed else 0)
+            return round(held + more), round(kept * (self.weights if again else summed))
 
-        return max(map(split, self.moments), key=sum)
+        return max(map(split, self.moments.items()), key=sum)
 
 
 class Shapes:
-    """What runs of one model hold, each counted once.
-
-    config: the model's, extended.
-    """
+    """What runs of one model, with its extended config, hold; each counted once."""
 
     def __init__(self, config: "PretrainedConfig") -> None:
         self.config = config
@@ -203,16 +172,8 @@ class Shapes:
             segments = train.micro_batch * (-(-config.pack.sequence_length // _DOCUMENT) if variant.separates else 1)
             splits = -(-_PROCESSORS // (segments * max(1, self.config.num_attention_heads // shared)))
         waiting = WAITING if config.model.dtype == "bfloat16" and not config.distributed.zero_stage else 0
-        key = (
-            *_key_of(config.model),
-            train.micro_batch,
-            tokens,
-            variant,
-            train.loss_chunk,
-            splits,
-            shared > 1,
-            waiting,
-        )
+        of_pass = (train.micro_batch, tokens, variant, train.loss_chunk, splits, shared > 1, waiting)
+        key = (*_key_of(config.model), *of_pass)
         if key not in self._passes:
             plan, model = _plan(variant, train.micro_batch, tokens), self.model(config.model)
             model.set_attn_implementation(_STAND_IN if shared == 1 else _EXCHANGED)
@@ -242,13 +203,10 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
     for table in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
         if table.get("rope_type") in ("dynamic", "longrope"):
             table["rope_type"] = "default"
-    with (
-        torch.device("meta"),
-        read_by_library(settings.source, "the model cannot be built", settings.trust_remote_code),
-    ):
-        dtype = getattr(torch, settings.dtype)
+    trusted = settings.trust_remote_code
+    with torch.device("meta"), read_by_library(settings.source, "the model cannot be built", trusted):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=_STAND_IN, trust_remote_code=settings.trust_remote_code
+            config, dtype=getattr(torch, settings.dtype), attn_implementation=_STAND_IN, trust_remote_code=trusted
         )
     if settings.rotation == "float32":
         from torchtrain.modeling.rotation import rotate_in_float32
@@ -270,7 +228,6 @@ def _plan(variant: Variant, rows: int, tokens: int) -> AttentionPlan:
 
 
 def _count_pass(model: "PreTrainedModel", plan: AttentionPlan, chunk: int | None, splits: int, waiting: int) -> Pass:
-    """Run a forward and a backward pass, on the meta device, and count what it holds."""
     B, t = plan.document_ids_BT.shape
     with torch.device("meta"):
         index_n = torch.arange(B * t)
@@ -279,25 +236,23 @@ def _count_pass(model: "PreTrainedModel", plan: AttentionPlan, chunk: int | None
             "position_ids": torch.arange(t).expand(B, -1),
             "document_ids": plan.document_ids_BT,
         }
-    with PeakBytes(model, splits, waiting) as watch:
+    with _CountBytes(model, splits, waiting) as watch:
         trained = [p for p in model.parameters() if p.requires_grad]
         hooks = [p.register_post_accumulate_grad_hook(watch.take) for p in trained]
-        hidden_BtM = hidden_states(model, part, plan)
-        total, _ = chunked_cross_entropy(
-            head_of(model), hidden_BtM, Labels(index_n, index_n), chunk, rule=LogitRule.of(model)
-        )
+        hidden_BtM, rule = hidden_states(model, part, plan), LogitRule.of(model)
+        total, _ = chunked_cross_entropy(head_of(model), hidden_BtM, Labels(index_n, index_n), chunk, rule=rule)
         del hidden_BtM
         total.backward()
         watch.add()
         for hook in hooks:
             hook.remove()
-    return Pass(watch.moments(), sum(p.numel() for p in trained))
+    return Pass(watch.moments, sum(p.numel() for p in trained))
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, plan: AttentionPlan, **__: Any
 ) -> tuple[Tensor, None]:
-    """Transformers' calling convention, as `torchtrain.attention.hf` follows it."""
+    """Follow transformers' calling convention, as `torchtrain.attention.hf` does."""
     from torchtrain.attention.hf import round_to_values
 
     query, key = round_to_values(module, query, key, value)
@@ -309,5 +264,5 @@ def _attention(
 
 
 def _exchanged_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """As `_attention`, its output copied as ranks that share a row exchange it."""
+    """Copy the output, too, as ranks that share a row exchange it."""
     return _attention(*args, **kwargs)[0].clone(), None

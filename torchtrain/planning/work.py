@@ -13,6 +13,7 @@ from torchtrain.config import Config, SaveConfig, TrainConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+GIB = 2**30
 STATE_BYTES = 12  # of a trained weight in a checkpoint: a float32 master and AdamW's two moments
 
 # E[n^2] / E[n] of the paper's data sets in tokens, from its shares of sequences and tokens by domain (arXiv 2411.13476,
@@ -26,7 +27,7 @@ class Documents:
     """How long documents are, as attention counts it."""
 
     weighted: float | None  # E[n^2] / E[n], tokens; None: not known, attention is counted as full
-    source: str  # where it comes from, for people
+    source: str  # in words
 
     def live_pairs(self, tokens: int, anchor: int) -> int:
         """Return the mean live pairs of a row of `tokens`, where every token sees the first `anchor`."""
@@ -37,11 +38,8 @@ class Documents:
 
 
 def read_documents(config: Config, document_tokens: float | None) -> Documents:
-    """Find how long documents are: as given, in the prepared store, or by the paper's statistics of its data.
-
-    config: the run's.
-    document_tokens: E[n^2] / E[n] of the documents, where the user gives it.
-    Raises UserError: `data.prepared` holds a damaged store.
+    """Find how long documents are: as given (E[n^2] / E[n]), in the prepared store, or by the paper's statistics of
+    its data. Raises UserError: `data.prepared` holds a damaged store.
     """
     if document_tokens is not None:
         return Documents(document_tokens, "--document-tokens")
@@ -59,13 +57,10 @@ def read_documents(config: Config, document_tokens: float | None) -> Documents:
 
 
 def weighted_length(lengths: np.ndarray, tokens: int) -> float:
-    """Return E[n^2] / E[n] of the pieces that documents are cut into where they are packed end to end.
+    """Return E[n^2] / E[n] of the pieces of documents, int [documents] tokens long, packed end to end into rows of T.
 
     A row ends anywhere within a document, so a document of n tokens gives pieces whose squares sum to
     n^2 (1 - n / 3T) on average, or T n - T^2 / 3 where n is over T.
-
-    lengths: tokens of each document, int [documents].
-    tokens: T, of a row.
     """
     n = lengths.astype(np.float64)
     squares = np.where(n <= tokens, n**2 * (1 - n / (3 * tokens)), tokens * n - tokens**2 / 3)
@@ -105,32 +100,16 @@ def count_work(config: Config, model: "PreTrainedModel", documents: Documents) -
     )
 
 
-@dataclass(frozen=True)
-class Saves:
-    """What a run writes: how many checkpoints and exported models, bytes of each, and `save.keep`."""
-
-    checkpoints: int
-    checkpoint: int
-    models: int
-    model: int
-    keep: int
-
-    @property
-    def written(self) -> int:
-        """Bytes that are written over the run."""
-        return self.checkpoints * self.checkpoint + self.models * self.model
-
-    @property
-    def most(self) -> int:
-        """Bytes on the disk at one time: an old checkpoint is removed once the new one is whole."""
-        return min(self.checkpoints, self.keep + 1) * self.checkpoint + self.models * self.model
-
-
-def count_saves(save: SaveConfig, train: TrainConfig, work: Work, bytes_each: int) -> Saves:
-    """Count what a run writes of a model whose weights take `bytes_each`."""
+def describe_saves(save: SaveConfig, train: TrainConfig, work: Work, bytes_each: int) -> str:
+    """Return, in lines, what a run writes of a model whose weights take `bytes_each`."""
     checkpoints = len(save.before_last(train.steps)) + 1 if save.every else 0
     models = len(save.exports(train.steps)) + 1
-    return Saves(checkpoints, STATE_BYTES * work.trained, models, bytes_each * work.weights, save.keep)
+    checkpoint, model = STATE_BYTES * work.trained / GIB, bytes_each * work.weights / GIB
+    # An old checkpoint is removed once the new one is whole.
+    most = min(checkpoints, save.keep + 1) * checkpoint + models * model
+    return f"""saves     {checkpoints:,} checkpoints of {checkpoint:,.1f} GiB each, {describe_schedule(save, train)}
+models    {models:,} of {model:,.1f} GiB each
+disk      {checkpoints * checkpoint + models * model:,.1f} GiB written in all, up to {most:,.1f} GiB there at a time"""
 
 
 def describe_schedule(save: SaveConfig, train: TrainConfig) -> str:

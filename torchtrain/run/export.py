@@ -15,9 +15,9 @@ from anchorline.files import follow_umask
 from torchtrain.config import Config
 from torchtrain.modeling.adapters import FOLDER as ADAPTER
 from torchtrain.modeling.adapters import save_adapter, split_off
-from torchtrain.modeling.parts import first_not_finite
 from torchtrain.modeling.save import reader_notes, save_folder
 from torchtrain.modeling.smollm2 import SMOLLM2
+from torchtrain.modeling.weights import first_not_finite
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.setup import Setup
 

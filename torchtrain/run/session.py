@@ -17,7 +17,7 @@ from torchtrain.config import Config
 from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed
 from torchtrain.modeling.compilation import is_compiled
-from torchtrain.modeling.parts import head_of
+from torchtrain.modeling.head import head_of
 from torchtrain.products import multiplies_in_float32
 from torchtrain.run.export import export_step
 from torchtrain.run.folder import RunFolder

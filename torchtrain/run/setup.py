@@ -43,12 +43,12 @@ from torchtrain.distributed.world import ALONE, World, read_ranks
 from torchtrain.marks import IGNORED
 from torchtrain.modeling.compilation import check_compiler, has_layers
 from torchtrain.modeling.load import check_same_files, digest_weights, load_for_training, without_weights
-from torchtrain.modeling.parts import check_config, whole_shape
 from torchtrain.modeling.recompute import can_keep, check_can_keep
 from torchtrain.modeling.rope import check_resets, extend, warn_of_stretch
 from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
-from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
+from torchtrain.modeling.source import check_config, open_config, open_tokenizer, resolve_source
+from torchtrain.modeling.weights import whole_shape
 from torchtrain.planning.memory import shape_of_model
 from torchtrain.products import describe_products
 

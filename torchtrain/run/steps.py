@@ -15,7 +15,7 @@ from anchorline.errors import UserError
 from torchtrain.checkpoint import rng
 from torchtrain.checkpoint.state import state_of
 from torchtrain.config import TrainConfig
-from torchtrain.modeling.parts import first_not_finite
+from torchtrain.modeling.weights import first_not_finite
 from torchtrain.planning.flops import FlopCounter, peak_flops
 from torchtrain.run.setup import Setup
 from torchtrain.training.guard import Guard

@@ -36,7 +36,7 @@ from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.modeling import compilation
 from torchtrain.modeling.adapters import add_adapters
 from torchtrain.modeling.compilation import compile_layers
-from torchtrain.modeling.parts import head_of, hidden_states
+from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.modeling.recompute import hand_layers_over
 from torchtrain.training.labels import find_labels
 from torchtrain.training.micro_batch import make_micro_batch

@@ -24,8 +24,8 @@ from torchtrain.config import LoraSettings, ModelConfig, TrainConfig, load_confi
 from torchtrain.distributed.world import World
 from torchtrain.modeling.adapters import FOLDER, add_adapters, layer_and_factors, split_off
 from torchtrain.modeling.chunks import check_chunks
+from torchtrain.modeling.head import hidden_states
 from torchtrain.modeling.load import digest_weights, load_for_evaluation
-from torchtrain.modeling.parts import hidden_states
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.products import LinearInFloat32
 from torchtrain.run import recipe

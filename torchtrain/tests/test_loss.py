@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anchorline.tolerance import judge
 from torchtrain.marks import IGNORED
-from torchtrain.modeling.parts import AS_THEY_ARE, LogitRule
+from torchtrain.modeling.head import AS_THEY_ARE, LogitRule
 from torchtrain.training import loss
 from torchtrain.training.labels import find_labels
 from torchtrain.training.loss import chunked_cross_entropy

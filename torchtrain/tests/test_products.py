@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from anchorline.tolerance import judge
 from torchtrain import products
 from torchtrain.config import LoraSettings, ModelConfig
+from torchtrain.modeling.head import head_of
 from torchtrain.modeling.load import load_for_training
-from torchtrain.modeling.parts import head_of
 from torchtrain.modeling.source import open_config
 from torchtrain.products import Rates
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer

@@ -8,7 +8,7 @@ from torchtrain.attention import make_plan
 from torchtrain.attention.hf import register
 from torchtrain.attention.rounding import round_mantissa
 from torchtrain.config import ModelConfig
-from torchtrain.modeling.parts import hidden_states
+from torchtrain.modeling.head import hidden_states
 from torchtrain.modeling.rotation import round_queries_and_keys
 from torchtrain.tests.tiny import tiny_model
 

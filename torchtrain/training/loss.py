@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torchtrain.modeling.parts import AS_THEY_ARE, LogitRule
+from torchtrain.modeling.head import AS_THEY_ARE, LogitRule
 from torchtrain.products import LINEAR, multiply, widen
 from torchtrain.training.labels import Labels
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchtrain.config import TrainConfig
 from torchtrain.distributed.gradient_sums import GradientSums
-from torchtrain.modeling.parts import whole_shape
+from torchtrain.modeling.weights import whole_shape
 
 # Bytes of gradients in the model's dtype that wait to be moved, at most, beside one more. A launch on a GPU takes some
 # 36 tensors, or 20 million elements of them: 40 MB in bfloat16.

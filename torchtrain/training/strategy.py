@@ -33,7 +33,7 @@ from torchtrain.distributed.zero import (
 )
 from torchtrain.modeling.chunks import parameters_outside
 from torchtrain.modeling.compilation import is_compiled, layers_of
-from torchtrain.modeling.parts import LogitRule, head_of, hidden_states
+from torchtrain.modeling.head import LogitRule, head_of, hidden_states
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
 from torchtrain.training.optimizer import Optimizer, adamw

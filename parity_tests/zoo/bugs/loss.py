@@ -15,7 +15,7 @@ from torchtrain.attention.engines.gather import _GatherKeys
 from torchtrain.data.rows import build_row
 from torchtrain.distributed.world import ALONE
 from torchtrain.marks import ANCHOR, IGNORED
-from torchtrain.modeling.parts import hidden_states
+from torchtrain.modeling.head import hidden_states
 from torchtrain.training.labels import Labels, find_labels
 from torchtrain.training.loss import _add_gradients, _losses, chunked_cross_entropy
 from torchtrain.training.losses import Losses

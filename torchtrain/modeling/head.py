@@ -1,11 +1,9 @@
-"""What training needs of a model: hidden states, and the head that makes logits of them; the shapes and numbers of its
-weights; and checks of its config before any weight is read, and of the model once it is loaded.
+"""Hidden states, and the head that makes logits of them.
 
 Legend: B batch · T tokens of a row · M model width · V vocabulary.
 """
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -15,7 +13,7 @@ from anchorline.errors import UserError
 from torchtrain.attention.masks import hide_nothing
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 def hidden_states(model: "PreTrainedModel", batch: Mapping[str, Tensor], plan: Any = None) -> Tensor:
@@ -61,45 +59,6 @@ class LogitRule(NamedTuple):
 
 
 AS_THEY_ARE = LogitRule()
-
-
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return a parameter's whole shape, also where it is cut up among ranks."""
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
-@torch.no_grad()
-def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor that holds NaN or an infinity, or None.
-
-    Reads each once, and copies nothing.
-    """
-    for name, x in tensors:
-        if x.numel() and not all(map(math.isfinite, (bound.item() for bound in torch.aminmax(x)))):
-            return name
-    return None
-
-
-def check_config(config: "PretrainedConfig", length: int) -> None:
-    """Refuse what the attention engines do not honour, before any weight is read. Raises UserError: no fixed number of
-    positions, attention dropout, or a chunk of attention shorter than the rows.
-    """
-    if getattr(config, "max_position_embeddings", None) is None:
-        raise UserError(
-            f"model.source: {config.model_type} names no max_position_embeddings in its config.json and is not "
-            "supported"
-        )
-    if dropout := getattr(config, "attention_dropout", 0.0):
-        raise UserError(
-            f"model.source: attention_dropout {dropout} in its config.json is not supported; set it to 0 in a local "
-            "copy"
-        )
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk is not None and chunk < length and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UserError(
-            f"model.source: its attention_chunk_size of {chunk} tokens is shorter than pack.sequence_length {length} "
-            "and is not supported; shorten the rows or choose a model without one"
-        )
 
 
 @torch.no_grad()
