@@ -54,7 +54,6 @@ class _Ends:
             raise Leave("interrupted", INTERRUPTED) from None
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
-        """Run the command and exit."""
         return _end(self.name or "anchorline", super().main, args, *rest, **extra)  # type: ignore[misc]
 
 

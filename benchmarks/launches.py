@@ -64,7 +64,6 @@ class Launches(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count it."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return True  # transformers asks whether a row is one document, and makes a mask unless it is
         made = func(*args, **(kwargs or {}))

@@ -62,7 +62,6 @@ def restore(
 ) -> tuple[Decoder, optax.OptState | None]:
     """Read a checkpoint.
 
-    folder: where it is.
     config: what its decoder must be; None takes what it says.
     optimizer: the transformation whose state was saved (its numbers may differ, its structure not).
     Returns (decoder, the state of `optimizer` or None).
@@ -102,7 +101,6 @@ def holds_optimizer(folder: Path) -> bool:
 def convert(source: Path, target: Path) -> str:
     """Convert a folder of either kind into one of the other.
 
-    source: what it is tells the direction.
     target: a folder that does not exist; it appears complete or not at all.
     Returns what was done, in words.
     Raises UserError: before anything is written: the source is neither kind, both or damaged, the target cannot be

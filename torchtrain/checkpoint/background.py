@@ -38,9 +38,7 @@ class Background:
 
     def has_ended(self) -> bool:
         """Whether the work has ended, by a mistake or not. The other ranks' work then has ended, too, or does soon.
-
-        Raises:
-            BaseException: an error that no other rank's work knows of.
+        Raises BaseException: an error that no other rank's work knows of.
         """
         if self._thread is None or not self._ended.is_set():
             return False
@@ -49,11 +47,7 @@ class Background:
         return True
 
     def finish(self) -> None:
-        """Wait for the work, if there is any.
-
-        Raises:
-            BaseException: what it ended by.
-        """
+        """Wait for the work, if there is any. Raises BaseException: what it ended by."""
         if self._thread is None:
             return
         self._ended.wait()  # a signal interrupts this wait

@@ -15,8 +15,7 @@ _LEFT = re.compile(rf"{STEP.pattern}(?:{re.escape(PARTIAL)}|{re.escape(DELETED)}
 class CheckpointFolder:
     """The folder of a run's checkpoints. Creating the object touches nothing.
 
-    Args:
-        folder: `checkpoints` in the run's folder; every rank sees the same one.
+    folder: `checkpoints` in the run's folder; every rank sees the same one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,11 +26,7 @@ class CheckpointFolder:
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, in their order.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """Return the steps that have a checkpoint, in their order. Raises OSError: the folder cannot be read."""
         return sorted(step_of(name) for name in self._names() if STEP.fullmatch(name))
 
     def looks_whole(self, step: int) -> bool:
@@ -46,10 +41,7 @@ class CheckpointFolder:
     def retain(self, keep: int, new: int) -> None:
         """Remove what is older than the last `keep` whole checkpoints, but never that of step `new`.
 
-        Only for the process that holds the run's lock.
-
-        Raises:
-            UserError: one cannot be removed.
+        Only for the process that holds the run's lock. Raises UserError: one cannot be removed.
         """
         whole = [step for step in self.steps() if self.looks_whole(step)]
         try:
@@ -91,10 +83,6 @@ def step_of(name: str) -> int:
 
 
 def check_file(path: Path, entry: FileEntry, whole: bool = True) -> None:
-    """Check a file against its entry; unless `whole`, only its size.
-
-    Raises:
-        DamageError: says how it differs.
-    """
+    """Check a file against its entry; unless `whole`, only its size. Raises DamageError: says how it differs."""
     if (fault := differs(path, entry, whole)) is not None:
         raise DamageError(f"{path}: {fault}")

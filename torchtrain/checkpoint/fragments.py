@@ -69,10 +69,8 @@ def share(fragments: Sequence[Fragment], part: int, parts: int) -> list[Fragment
 
 
 def write(folder: Path, fragments: Iterable[Fragment], rank: int) -> dict[str, FileEntry]:
-    """Write fragments into files of about `FILE_BYTES`; return each file's name with what it is.
-
-    Raises:
-        OSError: what the system says, such as a full disk.
+    """Write fragments into files of about `FILE_BYTES`; return each file's name with what it is. Raises OSError: what
+    the system says, such as a full disk.
     """
     entries: dict[str, FileEntry] = {}
     for number, tensors in enumerate(_files(fragments)):
@@ -132,10 +130,8 @@ def rank_of(name: str) -> int:
 
 @torch.no_grad()
 def read(paths: Iterable[Path], fragments: Sequence[Fragment]) -> None:
-    """Fill fragments from the files of any layout. Once they are full, no other file is opened.
-
-    Raises:
-        DamageError: a file is not a state file, or the files do not hold all elements.
+    """Fill fragments from the files of any layout. Once they are full, no other file is opened. Raises DamageError: a
+    file is not a state file, or the files do not hold all elements.
     """
     wanted: dict[str, list[Fragment]] = {}
     for fragment in fragments:

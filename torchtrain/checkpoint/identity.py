@@ -36,12 +36,9 @@ _ABSENT = "nothing"
 def check_config(was: Mapping[str, Any], config: Config) -> None:
     """Check that only settings in `FREE` have changed.
 
-    Args:
-        was: the resolved config with which the run began, as JSON.
-        config: the resolved config with which it resumes.
-
-    Raises:
-        UserError: another setting has changed: names it with its old and new value; or `was` is not a config.
+    was: the resolved config with which the run began, as JSON.
+    config: the resolved config with which it resumes.
+    Raises UserError: another setting has changed: names it with its old and new value; or `was` is not a config.
     """
     before = validate(Config, dict(was), "the run's config")
     changed = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
@@ -52,12 +49,9 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
 def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Check that a run resumes with its model, tokenizer and data.
 
-    Args:
-        was: the identity with which the run began.
-        identity: the identity now; it may lack parts that are not known yet.
-
-    Raises:
-        UserError: a part has changed: names it with its old and new value.
+    was: the identity with which the run began.
+    identity: the identity now; it may lack parts that are not known yet.
+    Raises UserError: a part has changed: names it with its old and new value.
     """
     for part, advice in (
         ("tokenizer", "the tokenizer of model.source has changed; put back the one of the run"),
@@ -83,9 +77,7 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
 def describe_changes(manifest: Manifest, layout: ProcessLayout) -> str:
     """Return, in words, the changes since a checkpoint that move last digits; empty if there is none.
 
-    Args:
-        manifest: of the checkpoint.
-        layout: with which the run resumes.
+    layout: with which the run resumes.
     """
     was, now = ({**one.model_dump(), **of} for one, of in ((manifest.layout, manifest.versions), (layout, versions())))
     return ", ".join(f"{name} {then} then, {here} now" for name, then, here in differences(was, now))

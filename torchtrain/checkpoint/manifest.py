@@ -78,10 +78,8 @@ class Manifest(_Strict):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest of a checkpoint's folder.
-
-        Raises:
-            DamageError: there is none, or it is not as it was written.
+        """Read the manifest of a checkpoint's folder. Raises DamageError: there is none, or it is not as it was
+        written.
         """
         path = folder / MANIFEST
         try:

@@ -53,11 +53,7 @@ def write(folder: Path, rank: int, states: dict[str, Tensor]) -> dict[str, FileE
 
 
 def read(path: Path) -> None:
-    """Set the generators from a file.
-
-    Raises:
-        DamageError: it is not such a file.
-    """
+    """Set the generators from a file. Raises DamageError: it is not such a file."""
     try:
         restore(safetensors.torch.load(path.read_bytes()))
     except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:

@@ -21,8 +21,7 @@ from torchtrain.training.strategy import Replicated, Strategy, Zero
 class State(ABC):
     """What must be kept of a strategy between two steps.
 
-    Args:
-        strategy: between two steps, no gradient added up.
+    strategy: between two steps, no gradient added up.
     """
 
     everywhere = False  # whether every rank holds all of it
@@ -73,9 +72,7 @@ class RankState:
 
     The fragments are views of what the strategy holds. They must be written, or staged, before the next step.
 
-    Args:
-        state: what the strategy holds, between two steps.
-        world: this rank's place.
+    state: what the strategy holds, between two steps.
     """
 
     def __init__(self, state: State, world: World) -> None:
@@ -95,12 +92,8 @@ def fill_masters(state: State, source: str) -> str:
 
     A file's tensor is taken where it has a weight's name and shape, and rounds to what the model holds.
 
-    Args:
-        state: of a strategy that has taken no step.
-        source: folder of the files.
-
-    Returns:
-        What was done, for people; empty where the files hold nothing more precise.
+    state: of a strategy that has taken no step.
+    Returns what was done, for people; empty where the files hold nothing more precise.
     """
     from safetensors import safe_open
 

@@ -30,19 +30,11 @@ class Checkpoints(CheckpointFolder):
         All ranks call it, one save at a time. A thread may save a staged state, with a world of its own
         (`World.for_threads`).
 
-        Args:
-            state: what this rank writes.
-            manifest: makes the manifest, given the files that all ranks wrote.
-            step: steps done.
-            keep: how many to keep, with this one.
-            world: this rank's place.
-
-        Returns:
-            Bytes that all ranks wrote.
-
-        Raises:
-            UserError: it could not be written; the message says why, and which is the last good one. Nothing of it is
-                left.
+        manifest: makes the manifest, given the files that all ranks wrote.
+        keep: how many to keep, with this one.
+        Returns bytes that all ranks wrote.
+        Raises UserError: it could not be written; the message says why, and which is the last good one. Nothing of it
+            is left.
         """
         partial = self.path(step).with_name(self.path(step).name + PARTIAL)
         leads = world.rank == 0
@@ -76,11 +68,8 @@ class Checkpoints(CheckpointFolder):
     def load(self, state: State, manifest: Manifest, world: World) -> None:
         """Give a strategy the state of a checkpoint that `open` returned. All ranks call it.
 
-        The generators of random numbers are set where the checkpoint has this rank's.
-
-        Raises:
-            UserError: the model's parameters are others.
-            DamageError: a file is not what the manifest promises.
+        The generators of random numbers are set where the checkpoint has this rank's. Raises UserError: the model's
+        parameters are others. Raises DamageError: a file is not what the manifest promises.
         """
         path = self.path(manifest.progress.step)
         with world.together():
@@ -109,16 +98,10 @@ class Checkpoints(CheckpointFolder):
     def open(self, step: int | None = None, world: World = ALONE) -> Manifest | None:
         """Return the manifest of a checkpoint after every byte was checked. The ranks share the work.
 
-        Args:
-            step: of which step; default: the last.
-            world: this rank's place.
-
-        Returns:
-            None if there is none at all, and none was asked for.
-
-        Raises:
-            UserError: there is none of that step.
-            DamageError: it is not what was written: names the file, and offers the last one that is good.
+        step: of which step; default: the last.
+        Returns None if there is none at all, and none was asked for.
+        Raises UserError: there is none of that step.
+        Raises DamageError: it is not what was written: names the file, and offers the last one that is good.
         """
         steps = world.from_first(self.steps())
         if step is None and not steps:
@@ -138,9 +121,7 @@ class Checkpoints(CheckpointFolder):
 
     def verify(self, step: int, world: World = ALONE) -> None:
         """Check this rank's share of a checkpoint's files: those that it will read, where as many ranks wrote them.
-
-        Raises:
-            DamageError: a file is missing, cut off or changed: names it.
+        Raises DamageError: a file is missing, cut off or changed: names it.
         """
         path = self.path(step)
         manifest = Manifest.read(path)

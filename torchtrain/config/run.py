@@ -89,11 +89,7 @@ class LogConfig(Section):
     wandb: Name | None = Field(default=None, description="send to this project of Weights & Biases")
 
     def check_installed(self) -> None:
-        """Check that the packages are installed.
-
-        Raises:
-            UserError: one is not.
-        """
+        """Check that the packages are installed. Raises UserError: one is not."""
         for name, asked in (("tensorboard", self.tensorboard), ("wandb", self.wandb is not None)):
             if asked and importlib.util.find_spec(name) is None:
                 raise UserError(

@@ -53,12 +53,10 @@ class AnswerEncoder:
     token; a template that writes earlier answers in another way is refused. Neither an empty `<think></think>` that a
     template adds nor white space behind the token that closes an answer is a target.
 
-    Args:
-        tokenizer: a fast tokenizer.
-        special_tokens: how to read a special token that is written in a record's text: `text` refuses it, because a
-            rendered conversation has special tokens of its own; `control` takes it as the control token.
-        append_eos: close a completion that is a text with the tokenizer's EOS.
-        template: a chat template; None: the tokenizer's own.
+    special_tokens: how to read a special token that is written in a record's text: `text` refuses it, because a
+        rendered conversation has special tokens of its own; `control` takes it as the control token.
+    append_eos: close a completion that is a text with the tokenizer's EOS.
+    template: a chat template; None: the tokenizer's own.
     """
 
     def __init__(
@@ -77,10 +75,8 @@ class AnswerEncoder:
         self._template: str = template or (own.get("default") if isinstance(own, Mapping) else own) or ""
 
     def encode(self, record: Mapping[str, Any], kind: Kind) -> Answered:
-        """Return the tokens of a record and which of them are targets.
-
-        Raises:
-            BadItemError: the record is not of this kind, cannot be rendered, or has no target.
+        """Return the tokens of a record and which of them are targets. Raises BadItemError: the record is not of this
+        kind, cannot be rendered, or has no target.
         """
         answered = getattr(self, f"_{kind}")(record)
         if not answered.targets[1:].any():

@@ -101,10 +101,8 @@ class Task:
 def list_tasks(sources: Sequence[Source]) -> list[Task]:
     """Return what each task reads, in order: small files together, up to `TASK_BYTES`.
 
-    One task reads all of a source with `max_documents`, because only it knows where the source ends.
-
-    Raises:
-        UserError: as `read`.
+    One task reads all of a source with `max_documents`, because only it knows where the source ends. Raises UserError:
+    as `read`.
     """
     tasks: list[Task] = []
     for number, source in enumerate(sources):
@@ -136,13 +134,9 @@ def read(source: Source, part: SourcePart | None = None) -> Iterator[Record]:
     A record is bad if it cannot be parsed, or if its text or domain is missing, no string, blank or not Unicode.
     `source.max_documents` counts documents.
 
-    Args:
-        source: which.
-        part: read only this one of `list_parts`. All of them, one after another, are the whole.
-
-    Raises:
-        UserError: no file matches, a file has another suffix, lacks the text column or breaks off, the data set cannot
-            be loaded, a filter is unknown or fails, or a package is missing.
+    part: read only this one of `list_parts`. All of them, one after another, are the whole.
+    Raises UserError: no file matches, a file has another suffix, lacks the text column or breaks off, the data set
+        cannot be loaded, a filter is unknown or fails, or a package is missing.
     """
     if part is not None:
         yield from _read_part(source, part)
@@ -166,9 +160,7 @@ def read(source: Source, part: SourcePart | None = None) -> Iterator[Record]:
 
 def list_parts(source: Source) -> list[SourcePart]:
     """Return the parts of a source in the order in which they are read; of a sample of files those that are drawn.
-
-    Raises:
-        UserError: as `read`.
+    Raises UserError: as `read`.
     """
     if source.demo is not None:
         parts = [SourcePart(0)]
@@ -184,10 +176,8 @@ def list_parts(source: Source) -> list[SourcePart]:
 
 
 def source_files(source: Source) -> list[FileInfo]:
-    """Return the files of a `files` or `texts` source in the order in which they are read.
-
-    Raises:
-        UserError: none matches, or one is not such a file.
+    """Return the files of a `files` or `texts` source in the order in which they are read. Raises UserError: none
+    matches, or one is not such a file.
     """
     return list_files(source.texts, ("",)) if source.texts is not None else list_files(source.files or "", KINDS)
 
@@ -248,10 +238,8 @@ def _sample(records: Iterator[tuple[str, Any]], share: float, random: np.random.
 
 
 def make_filters(source: Source) -> list[Any]:
-    """Return new blocks of `source.filters`.
-
-    Raises:
-        UserError: there is no such block, it does not take the options, or its package is missing.
+    """Return new blocks of `source.filters`. Raises UserError: there is no such block, it does not take the options, or
+    its package is missing.
     """
     blocks = []
     for setting in source.filters:
@@ -293,10 +281,9 @@ def _filter(record: Document, item: dict[str, Any], blocks: Sequence[Any]) -> Do
 class SampleShort:
     """A filter that keeps every long document and a share of the short ones, as the code of arXiv 2402.10171 does.
 
-    Args:
-        characters: from which on a document is long.
-        share: of the short documents, drawn by their text. So copies are kept or left out together.
-        seed: draws another share.
+    characters: from which on a document is long.
+    share: of the short documents, drawn by their text. So copies are kept or left out together.
+    seed: draws another share.
     """
 
     def __init__(self, characters: int, share: float, seed: int = 0) -> None:

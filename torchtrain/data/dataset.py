@@ -100,7 +100,6 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
     epoch.
 
     Args:
-        store: the corpus.
         documents: int [n], which of its documents to pack.
         pack: variant, T and the rest.
         seed: of the order of documents and of the interleaving.
@@ -319,7 +318,6 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", vocab_size: int, folde
     where the corpus uses them.
 
     Args:
-        tokenizer: a fast tokenizer.
         vocab_size: V, rows of the model's embedding.
         folder: what it was read from. transformers adds a BOS or EOS that the folder's tokenizer.json lacks.
 

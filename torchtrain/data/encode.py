@@ -31,9 +31,8 @@ MOST_WITHOUT_CUT = 1 << 24  # characters: 3 GB or so for the tokenizer
 class Encoder:
     """Encodes texts by a fast tokenizer, and adds nothing before or after them.
 
-    Args:
-        tokenizer: one with a `tokenizers` backend.
-        special_tokens: how to read a special token written in a text: as `text` like any other, or as `control`.
+    tokenizer: one with a `tokenizers` backend.
+    special_tokens: how to read a special token written in a text: as `text` like any other, or as `control`.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", special_tokens: Literal["text", "control"]) -> None:
@@ -52,10 +51,8 @@ class Encoder:
         return len(text) > MOST_WITHOUT_CUT and any(len(piece) > MOST_WITHOUT_CUT for piece, _ in self._pieces(text))
 
     def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        """Yield the tokens of each text, int32 [tokens], in order.
-
-        Raises:
-            UserError: a text holds a special token that the tokenizer cannot write as text.
+        """Yield the tokens of each text, int32 [tokens], in order. Raises UserError: a text holds a special token that
+        the tokenizer cannot write as text.
         """
         parts: list[np.ndarray] = []
         for tokens, ends in self._encode_pieces(texts):
@@ -165,10 +162,8 @@ def _is_plain(kind: type) -> bool:
 
 
 def special_id(tokenizer: "PreTrainedTokenizerFast", name: Literal["bos", "eos", "pad"]) -> int | None:
-    """Return the id of a tokenizer's BOS, EOS or padding; None where it names none.
-
-    Raises:
-        UserError: its vocabulary lacks what it names: transformers gives the unknown token's id for it, or None.
+    """Return the id of a tokenizer's BOS, EOS or padding; None where it names none. Raises UserError: its vocabulary
+    lacks what it names: transformers gives the unknown token's id for it, or None.
     """
     content = getattr(tokenizer, f"{name}_token")
     index = None if content is None else tokenizer.backend_tokenizer.token_to_id(content)

@@ -78,12 +78,9 @@ def is_url(pattern: str) -> bool:
 def list_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[FileInfo]:
     """Return the files that match a glob pattern or a URL with wildcards, sorted. `**` follows links, but no loop.
 
-    Args:
-        pattern: of this disk or a URL.
-        kinds: how their names may end; ("",) takes any.
-
-    Raises:
-        UserError: nothing matches, a match is not such a file, or the place cannot be listed.
+    pattern: of this disk or a URL.
+    kinds: how their names may end; ("",) takes any.
+    Raises UserError: nothing matches, a match is not such a file, or the place cannot be listed.
     """
     shown = f"data.sources: files {quoted(pattern)}"
     try:
@@ -179,22 +176,17 @@ def _not_a_file(place: str, pattern: str, kinds: tuple[str, ...]) -> UserError:
 def items(place: str, fields: dict[str, str], everything: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield (place, item) of each record of a file in its order; the item is a `BadItemError` where it cannot be read.
 
-    Args:
-        place: a path or URL that `list_files` returned.
-        fields: setting -> the field that it names, such as {"text_field": "text"}.
-        everything: of Parquet, read the other columns, too.
-
-    Raises:
-        UserError: the file breaks off, or lacks a column.
+    place: a path or URL that `list_files` returned.
+    fields: setting -> the field that it names, such as {"text_field": "text"}.
+    everything: of Parquet, read the other columns, too.
+    Raises UserError: the file breaks off, or lacks a column.
     """
     return _parquet_items(place, fields, everything) if _ends(place, ".parquet") else _jsonl_items(place)
 
 
 def text_item(place: str) -> tuple[str, Any]:
-    """Return (place, item) of a text file: its text, its path, and the folder that it is in.
-
-    Raises:
-        UserError: it cannot be read.
+    """Return (place, item) of a text file: its text, its path, and the folder that it is in. Raises UserError: it
+    cannot be read.
     """
     with _name_fault(place), _open(place) as file:
         content = file.read(MOST_LINE_BYTES + 1)
@@ -339,10 +331,8 @@ def _own_path(place: str) -> str:
 
 
 def count_shards(source: Source) -> int:
-    """Return into how many pieces a `dataset` source can be cut: its files, as a rule.
-
-    Raises:
-        UserError: as `dataset_items`.
+    """Return into how many pieces a `dataset` source can be cut: its files, as a rule. Raises UserError: as
+    `dataset_items`.
     """
     with _name_dataset_fault(source):
         return int(_load_dataset(source, streaming=True).num_shards)
@@ -351,12 +341,8 @@ def count_shards(source: Source) -> int:
 def dataset_items(source: Source, shard: int | None = None) -> Iterator[tuple[str, Any]]:
     """Yield (place, item) of a `dataset` source in its order. No code of the data set is run.
 
-    Args:
-        source: which data set.
-        shard: read only this one of `count_shards`.
-
-    Raises:
-        UserError: there is no such data set, or it cannot be read on.
+    shard: read only this one of `count_shards`.
+    Raises UserError: there is no such data set, or it cannot be read on.
     """
     name = f"{source.dataset} [{source.split}]" + ("" if shard is None else f" shard {shard}")
     number = 0
@@ -394,10 +380,8 @@ def _load_dataset(source: Source, streaming: bool) -> Any:
 
 
 def _check_hub(source: Source) -> None:
-    """Ask the hub for a data set once, with a time limit. datasets itself would ask for minutes.
-
-    Raises:
-        UserError: it is a file, or the hub does not give it.
+    """Ask the hub for a data set once, with a time limit. datasets itself would ask for minutes. Raises UserError: it
+    is a file, or the hub does not give it.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError

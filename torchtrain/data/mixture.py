@@ -29,14 +29,9 @@ def draw_repeats(lengths: np.ndarray, domains: np.ndarray, names: Sequence[str],
     Each class is filled with its documents in an order drawn by the seed, whole passes first. It gets the fewest tokens
     that make its part, or `most_repeats` passes if that is less.
 
-    Args:
-        lengths: int [n], tokens of each document.
-        domains: int [n], an index into `names`.
-        names: of the domains.
-        mixture: what is wanted.
-
-    Raises:
-        UserError: `shares` names a domain that the corpus does not have, or leaves one out.
+    lengths: int [n], tokens of each document.
+    domains: int [n], an index into `names`.
+    Raises UserError: `shares` names a domain that the corpus does not have, or leaves one out.
     """
     repeats = np.zeros(len(lengths), dtype=np.uint16)
     is_long = lengths >= mixture.long_tokens
@@ -61,10 +56,7 @@ def count_classes(
     The budget of tokens is cut by domain, then between long and short documents. So the shares of domains stay what
     they are while long documents become more (per-source length up-sampling, arXiv 2402.10171, section 3, which keeps
     one short document in ten: `long_weight: 10` has the same odds). A class without documents leaves its part to the
-    other one of its domain.
-
-    Raises:
-        UserError: as `draw_repeats`.
+    other one of its domain. Raises UserError: as `draw_repeats`.
     """
     is_long = lengths >= mixture.long_tokens
     held = [

@@ -36,16 +36,15 @@ class Span(NamedTuple):
 class PackPlan:
     """One epoch's rows. Every token of every document is in exactly one row, or is counted in `dropped_tokens`.
 
-    Args:
-        lengths: int [n], tokens of each document, all positive.
-        capacity: tokens that a row holds, its anchor not counted.
-        overhead: int [n], tokens that each span of a document adds to its own (its tag), less than `capacity`.
-        seed: seeds the order of documents and of rows.
-        epoch: each has another order.
-        last: `pad` keeps a last row that is not full, `drop` leaves it out; `best_fit` knows no such row.
-        strategy: how rows are filled.
-        together: rows that are taken at a time, of like lengths in `by_length`: a step's.
-        before: rows of all epochs before this one; in `by_length` the first ones fill the step that they left open.
+    lengths: int [n], tokens of each document, all positive.
+    capacity: tokens that a row holds, its anchor not counted.
+    overhead: int [n], tokens that each span of a document adds to its own (its tag), less than `capacity`.
+    seed: seeds the order of documents and of rows.
+    epoch: each has another order.
+    last: `pad` keeps a last row that is not full, `drop` leaves it out; `best_fit` knows no such row.
+    strategy: how rows are filled.
+    together: rows that are taken at a time, of like lengths in `by_length`: a step's.
+    before: rows of all epochs before this one; in `by_length` the first ones fill the step that they left open.
     """
 
     def __init__(

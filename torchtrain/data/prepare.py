@@ -47,10 +47,7 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
     Files count by name and size. A demo counts by its package's or Python's version, a hub data set by its name,
     subset, split and revision, so that a finished store needs no network: pin `revision` to follow a set that changes.
     Filters count with datatrove's version. A prepared store counts as its sources (`prepare` compares them), or by its
-    fingerprint if they are not given.
-
-    Raises:
-        UserError: a missing file or package, or an unknown filter.
+    fingerprint if they are not given. Raises UserError: a missing file or package, or an unknown filter.
     """
     if data.prepared is not None and not data.sources:
         return {"prepared": _open_prepared(data).header.fingerprint}
@@ -80,9 +77,7 @@ def _identity_of_source(source: Source) -> dict[str, Any]:
 
 def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
     """Return the name of a run's own store: 32 hex digits over identity, tokenizer, and its files' places and times.
-
-    Raises:
-        UserError: as `identity`; or the tokenizer is a slow one.
+    Raises UserError: as `identity`; or the tokenizer is a slow one.
     """
     files = [
         [(f.place if is_url(f.place) else str(Path(f.place).resolve()), f.bytes, f.version) for f in _files_of(source)]
@@ -93,11 +88,7 @@ def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
 
 
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return a SHA-256, as hex, of how a tokenizer encodes.
-
-    Raises:
-        UserError: it is a slow one, which does not say.
-    """
+    """Return a SHA-256, as hex, of how a tokenizer encodes. Raises UserError: it is a slow one, which does not say."""
     if not tokenizer.is_fast:
         raise UserError(f"model.source: {type(tokenizer).__name__} is a slow tokenizer; convert it to a tokenizer.json")
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -180,14 +171,11 @@ def prepare(data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress:
 
     Several processes may call this at once: one works, the others wait and reuse.
 
-    Args:
-        data: sources and settings.
-        tokenizer: a fast tokenizer (one with a `tokenizers` backend).
-        on_progress: called with the state so far when a source begins, after each full batch, and once at the end.
-
-    Raises:
-        UserError: a source cannot be read, gives no document, or has more bad records than `data.bad_record_share`; the
-            tokenizer is a slow one; `data.cache` cannot be written; `data.prepared` is of something else.
+    data: sources and settings.
+    tokenizer: a fast tokenizer (one with a `tokenizers` backend).
+    on_progress: called with the state so far when a source begins, after each full batch, and once at the end.
+    Raises UserError: a source cannot be read, gives no document, or has more bad records than `data.bad_record_share`;
+        the tokenizer is a slow one; `data.cache` cannot be written; `data.prepared` is of something else.
     """
     on_progress = on_progress or (lambda progress: None)
     if data.prepared is not None:

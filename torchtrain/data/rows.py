@@ -56,13 +56,12 @@ def build_row(
     and take the positions of the merged row, which computes the same. Under intra_reset positions
     restart in each document, so interleaving changes nothing.
 
-    Args:
-        spans: at least one; with anchor and tags no more than T tokens.
-        pack: variant, T, chunks, targets.
-        anchor_ids: the tokens that open the row.
-        pad_id: fills the rest of `input_ids`; the rest is document -1, domain -1, label -100. Its positions count on
-            (in intra_reset from 0).
-        random: the row's own generator, for +interleave; None without.
+    spans: at least one; with anchor and tags no more than T tokens.
+    pack: variant, T, chunks, targets.
+    anchor_ids: the tokens that open the row.
+    pad_id: fills the rest of `input_ids`; the rest is document -1, domain -1, label -100. Its positions count on (in
+        intra_reset from 0).
+    random: the row's own generator, for +interleave; None without.
     """
     T = pack.sequence_length
     # Not filled beforehand: at 64K tokens most of the time is in writing these.

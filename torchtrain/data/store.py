@@ -137,11 +137,10 @@ class Documents:
     ) -> "Documents":
         """Return documents in memory.
 
-        Args:
-            tokens: int [tokens of the document] of each document, none of them empty.
-            document_domains: of each document, an index into `domains`.
-            domains: names.
-            targets: bool [tokens of the document] of each document; None: every token is a target.
+        tokens: int [tokens of the document] of each document, none of them empty.
+        document_domains: of each document, an index into `domains`.
+        domains: names.
+        targets: bool [tokens of the document] of each document; None: every token is a target.
         """
         offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
         joined = np.concatenate(tokens).astype(np.int32) if len(tokens) else np.zeros(0, dtype=np.int32)
@@ -223,10 +222,8 @@ class TokenStore(Documents):
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Map a finished store. Arrays are checked by their digests, tokens by their size; `verify` reads all.
-
-        Raises:
-            UserError: there is no finished store in the folder, or a file is not what was written.
+        """Map a finished store. Arrays are checked by their digests, tokens by their size; `verify` reads all. Raises
+        UserError: there is no finished store in the folder, or a file is not what was written.
         """
         folder = Path(folder)
         try:
@@ -275,11 +272,7 @@ class TokenStore(Documents):
         return self.header.largest_token
 
     def verify(self) -> None:
-        """Read every file and check its digest.
-
-        Raises:
-            UserError: one is not what was written; names it.
-        """
+        """Read every file and check its digest. Raises UserError: one is not what was written; names it."""
         for name, entry in self.header.files.items():
             _check_file(self.folder, name, entry, whole=True)
         if super().largest_token != self.header.largest_token:

@@ -76,18 +76,14 @@ def prepare_store(
 
     Tokens, their order and the fingerprint depend neither on who does the work nor on where it was interrupted.
 
-    Args:
-        preparation: sources, settings, executor.
-        tokenizer: a fast tokenizer.
-        out: the store's folder.
-        say: takes one line at a time on what begins.
-        on_progress: called when a task is done.
-        dry_run: of Slurm, return the script and write nothing.
-
-    Raises:
-        UserError: a source cannot be read or gives too many bad records; the folder holds something else, or cannot be
-            written; the executor's package or program is missing.
-        TasksUnfinished: a worker was killed; the finished tasks are kept.
+    preparation: sources, settings, executor.
+    out: the store's folder.
+    say: takes one line at a time on what begins.
+    on_progress: called when a task is done.
+    dry_run: of Slurm, return the script and write nothing.
+    Raises UserError: a source cannot be read or gives too many bad records; the folder holds something else, or cannot
+        be written; the executor's package or program is missing.
+    Raises TasksUnfinished: a worker was killed; the finished tasks are kept.
     """
     data, settings = preparation.data, preparation.prepare
     if dry_run and settings.executor != "slurm":
@@ -151,10 +147,8 @@ def _open_finished(out: Path, name: str, work: Path, on_progress: Report) -> Tok
 
 
 def _begin(work: Path, plan: dict[str, Any]) -> None:
-    """Keep the shards that are there if they are of this plan. Of another plan, remove shards without documents.
-
-    Raises:
-        UserError: shards of another plan hold documents.
+    """Keep the shards that are there if they are of this plan. Of another plan, remove shards without documents. Raises
+    UserError: shards of another plan hold documents.
     """
     if not (work / PLAN).exists() or read_json(work / PLAN) != plan:
         if any(_holds_documents(shard) for shard in (work / SHARDS).glob("*")):
@@ -262,12 +256,10 @@ def _verify(shard: TokenStore) -> None:
 class MakeShard:
     """Reads the records of a task and writes its shard. It can be called as a block of datatrove's pipelines.
 
-    Args:
-        work: the preparation's folder.
-        data: settings.
-        tasks: all of them.
-        tokenizer: a fast tokenizer.
-        one_thread: leave the other cores to other tasks.
+    work: the preparation's folder.
+    data: settings.
+    tasks: all of them.
+    one_thread: leave the other cores to other tasks.
     """
 
     def __init__(
@@ -293,9 +285,7 @@ class MakeShard:
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         """Write the shard of task `rank`, unless it exists. A failure leaves its reason in the folder `failures`.
-
-        Raises:
-            UserError: the source breaks off, or the shard cannot be written.
+        Raises UserError: the source breaks off, or the shard cannot be written.
         """
         final = self.work / SHARDS / f"{rank:05d}"
         if final.exists():
@@ -341,11 +331,8 @@ def _use_one_thread() -> None:
 def _run_tasks(
     settings: PrepareConfig, maker: MakeShard, done: _FinishedTasks, name: str, on_task: Callable[[], None]
 ) -> bool:
-    """Run the tasks that are not done; of Slurm, submit them. Return whether a worker was killed.
-
-    Raises:
-        UserError: Slurm or Ray is missing.
-        TasksUnfinished: Ray does not start.
+    """Run the tasks that are not done; of Slurm, submit them. Return whether a worker was killed. Raises UserError:
+    Slurm or Ray is missing. Raises TasksUnfinished: Ray does not start.
     """
     if settings.executor == "local":
         workers = min(settings.workers or usable_cores(), len(done.missing()))

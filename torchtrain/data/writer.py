@@ -74,9 +74,7 @@ def read_template(data: DataConfig) -> str | None:
 class Tokeniser:
     """Tokenises records of a corpus into a store, in a run's own process or in a task's.
 
-    Args:
-        data: the settings.
-        tokenizer: a fast tokenizer.
+    data: the settings.
     """
 
     def __init__(self, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -101,11 +99,8 @@ class Tokeniser:
     ) -> SourceCount:
         """Tokenise what is read of a source, all of it or a part; return what was read.
 
-        `report` is called at the start and after each full batch.
-
-        Raises:
-            UserError: as `torchtrain.data.corpus.read`.
-            OSError: a write failed.
+        `report` is called at the start and after each full batch. Raises UserError: as `torchtrain.data.corpus.read`.
+        Raises OSError: a write failed.
         """
         name, number, bad, first_bad, special = source_name(source), 0, 0, "", 0
         batch: list[tuple[Document, Answered | None]] = []
@@ -161,10 +156,9 @@ class StoreWriter:
 
     Every write is checked, all files are flushed to the disk, and sizes are read back. An OSError says what failed.
 
-    Args:
-        folder: it exists and is empty.
-        token_bytes: 2 if every token is below 65,536, else 4.
-        has_targets: keep which tokens are targets.
+    folder: it exists and is empty.
+    token_bytes: 2 if every token is below 65,536, else 4.
+    has_targets: keep which tokens are targets.
     """
 
     def __init__(self, folder: Path, token_bytes: int = 4, has_targets: bool = False) -> None:
@@ -235,14 +229,11 @@ class StoreWriter:
     ) -> None:
         """Write what completes the store and flush all of it to the disk.
 
-        Args:
-            fingerprint: the store's.
-            sources: what was read.
-            mixture: how often which documents are taken.
-            remove_duplicates: take only the first document of a text.
-
-        Raises:
-            UserError: the mixture does not fit the corpus.
+        fingerprint: the store's.
+        sources: what was read.
+        mixture: how often which documents are taken.
+        remove_duplicates: take only the first document of a text.
+        Raises UserError: the mixture does not fit the corpus.
         """
         offsets = np.array(self.offsets, dtype=np.int64)
         document_domains = np.array(self.document_domains, dtype=np.int32)
@@ -284,11 +275,8 @@ def join_shards(
 ) -> None:
     """Make, in an empty folder, one store of the stores that tasks left, in their order; their tokens are linked.
 
-    A shard without documents gives only its counts.
-
-    Raises:
-        OSError: a write failed.
-        UserError: the mixture does not fit the corpus.
+    A shard without documents gives only its counts. Raises OSError: a write failed. Raises UserError: the mixture does
+    not fit the corpus.
     """
     held = [shard for shard in shards if len(shard)]
     domain_ids: dict[str, int] = {}

@@ -51,15 +51,12 @@ def evaluate(
 ) -> list[kept.Result]:
     """Measure checkpoints, and write a file for each result below `out`.
 
-    checkpoints: what to evaluate.
-    suite: tasks, samples and materials.
     lengths: tokens, prompt and answer together.
     out: folder of the results; finished ones are kept.
     anchor: put the run's `pack.anchor` before each prompt that does not begin so; of a model without a run, BOS, or EOS
         where there is none.
     processes: how many share the tasks, each with its own model, and its own GPU where there are some.
     log: folder for lm-eval's own logs of the same results; None: none are written.
-    say: takes lines of progress.
     Raises UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
     Raises TasksUnfinished: a process was killed.
     """

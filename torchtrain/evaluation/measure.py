@@ -142,7 +142,6 @@ def measure(
 ) -> None:
     """Measure jobs of one model, and write a file for each result.
 
-    jobs: what is left to measure.
     model, suite, out, log, say: as for `evaluate`.
     pulse: called between two batches of prompts, and between two documents.
     """

@@ -183,7 +183,6 @@ def _check_run(run: Measured, place: Path) -> None:
 def check_alike(a: Measured, b: Measured, *more: str) -> None:
     """Refuse two runs, or two checkpoints of one, that were not measured alike.
 
-    a, b: the two.
     more: further settings that their results must share.
     Raises UserError: they differ; the message says in what.
     """

@@ -38,7 +38,6 @@ class SharedPrefixLM(HFLM):
     """A model for lm-eval.
 
     model: in evaluation mode, with transformers' own attention.
-    tokenizer: of the model.
     batch_tokens: tokens whose keys and values are held at a time; a prompt that needs more goes alone.
     length: tokens of a prompt and its answer, at most; `set_length` changes it.
     anchor: ids that are put before each prompt that does not begin with them; a longer prompt is cut behind them.

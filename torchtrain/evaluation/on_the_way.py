@@ -108,8 +108,6 @@ class TrainingEvaluation:
         """Measure a model as it is after a step. What was finished of it before is taken over. A fault is logged.
 
         model, tokenizer: of the training; they are left as they are.
-        step: steps done.
-        say: takes lines of progress.
         pulse: called between two batches of prompts; may end the run, by what it raises.
         training: how the model is trained, for its results.
         """

@@ -140,7 +140,6 @@ class _GatedMLP(_Form):
 
     @staticmethod
     def fits(module: Any) -> bool:
-        """Whether a module looks like one."""
         parts = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
         linear = all(map(is_linear, parts)) and callable(getattr(module, "act_fn", None))
         own = sum(1 for part in parts if isinstance(part, nn.Module) for _ in part.parameters())
@@ -182,7 +181,6 @@ class _RMSNorm(_Form):
 
     @staticmethod
     def fits(module: Any) -> bool:
-        """Whether a module looks like one."""
         names = [name for name, _ in module.named_parameters()]
         return names == ["weight"] and len(whole_shape(module.weight)) == 1 and hasattr(module, "variance_epsilon")
 

@@ -59,7 +59,6 @@ def load_for_training(
     config: what `torchtrain.modeling.rope.extend` returned.
     model: dtype, rotation, rounding, fusion, activation checkpointing, chunks of layers and adapters.
     engine: what `torchtrain.attention.resolve_engine` returned.
-    device: where to.
     cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
     seed: draws adapters.
     Raises UserError: weights missing, cut off, of another shape or not finite, an adapter beside them, attention that

@@ -131,7 +131,6 @@ class _Keep(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation."""
         made = func(*args, **(kwargs or {}))
         if func._schema.name in KERNELS:
             self._kept.append(tree_map_only(Tensor, Tensor.detach, made))
@@ -142,7 +141,6 @@ class _Give(_Keep):
     """Gives what was kept in place of running kernels again, and holds it no longer."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, or give what it returned."""
         return self._kept.popleft() if func._schema.name in KERNELS else func(*args, **(kwargs or {}))
 
 

@@ -72,10 +72,8 @@ def leaves(name: str, include: str | None = None) -> tuple[str, ...]:
 def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrainedTokenizerFast", folder: str) -> Job:
     """Return a task with its samples.
 
-    task: its name.
     length: tokens of a prompt and its answer, at most.
     materials: of RULER's tasks, and the suite.
-    tokenizer: of the model.
     folder: of the model, for tasks that make their own samples.
     Raises CannotRunError: its data are missing, or the length leaves no room.
     Raises UserError: its data are damaged.

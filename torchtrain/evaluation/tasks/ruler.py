@@ -214,7 +214,6 @@ class _Wanted:
 
     @property
     def room(self) -> int:
-        """Tokens of the answer."""
         return room_of(self.task)
 
     def count(self, text: str) -> int:
