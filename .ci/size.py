@@ -26,7 +26,7 @@ SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
 CEILINGS = {
     "lines of code": 31_000,
     "lines of tests' code": 22_350,
-    "lines of source": 46_500,
+    "lines of source": 45_700,
     "lines of tests": 29_000,
     "words of docs": 34_600,
     "settings without description": 0,
