@@ -25,7 +25,7 @@ from benchmarks.launches import Row, make_ours, make_plain
 from torchtrain.attention import make_plan
 from torchtrain.attention.engines.measure import CANDIDATES, Heads, check_engine, measure_engines
 from torchtrain.config import ModelConfig, PackConfig
-from torchtrain.data import collate
+from torchtrain.data import stack_rows
 from torchtrain.planning.flops import FlopCounter, peak_flops
 from torchtrain.tests.shapes_only.step import draw_row
 
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _row(tokens: int, variant: str, seed: int, words: int, kind: str = "short") -> Row:
-    row = collate([draw_row(PackConfig(sequence_length=tokens, variant=variant), WEIGHTED[kind], seed)])
+    row = stack_rows([draw_row(PackConfig(sequence_length=tokens, variant=variant), WEIGHTED[kind], seed)])
     random = torch.Generator().manual_seed(seed)
     return row | {"input_ids": torch.randint(1, words, (1, tokens), generator=random)}
 

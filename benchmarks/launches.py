@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchtrain.attention.hf import implementation_name, register
 from torchtrain.config import ModelConfig, PackConfig, TrainConfig
-from torchtrain.data import collate
+from torchtrain.data import stack_rows
 from torchtrain.distributed.world import World
 from torchtrain.modeling.load import set_up_layers
 from torchtrain.modeling.recompute import hand_layers_over
@@ -160,7 +160,7 @@ def count(loop: str, tokens: int, layers: int = 30) -> dict[str, Any]:
     """Count a step of one row, after a first one, which made the optimizer's state."""
     config = LlamaConfig.from_pretrained(SHAPE, max_position_embeddings=tokens, num_hidden_layers=layers)
     variant = "anchor" if loop.endswith("anchor") else "full"
-    rows = [collate([draw_row(PackConfig(sequence_length=tokens, variant=variant), WEIGHTED)])]
+    rows = [stack_rows([draw_row(PackConfig(sequence_length=tokens, variant=variant), WEIGHTED)])]
     has_foreach = [*_foreach_utils._get_foreach_kernels_supported_devices(), DEVICE.type]
     with (
         ShapesOnly(),

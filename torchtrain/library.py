@@ -18,8 +18,7 @@ from torch import Tensor
 from anchorline import settings
 from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig, RopeConfig
-from torchtrain.data import PackedRows, anchor_ids, pad_id, tag_ids
-from torchtrain.data import collate as stack
+from torchtrain.data import PackedRows, anchor_ids, pad_id, stack_rows, tag_ids
 from torchtrain.data.answers import Answered, AnswerEncoder, kind_of
 from torchtrain.data.encode import Encoder, special_id
 from torchtrain.data.files import BadItemError
@@ -138,7 +137,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     if not isinstance(rows, Iterable) or isinstance(rows, Mapping) or not (rows := list(rows)):
         raise UserError("collate: there are no rows; give a list of rows of torchtrain.pack")
     first = _arrays_of(rows[0], "collate: rows[0]")
-    batch = stack([_arrays_of(row, f"collate: rows[{n}]", len(first["input_ids"])) for n, row in enumerate(rows)])
+    batch = stack_rows([_arrays_of(row, f"collate: rows[{n}]", len(first["input_ids"])) for n, row in enumerate(rows)])
     targets_BT = batch["shift_labels"]
     first_B1 = torch.full_like(targets_BT[:, :1], IGNORED)
     return batch | {"labels": torch.cat([first_B1, targets_BT[:, :-1]], dim=1)}

@@ -38,7 +38,7 @@ from torchtrain.attention.engines.flash import leave_newer
 from torchtrain.attention.hf import KEEPS_ANCHOR, implementation_name
 from torchtrain.attention.masks import caps_scores
 from torchtrain.config import Config, DistributedConfig, ModelConfig, PackConfig, RopeConfig, TrainConfig
-from torchtrain.data import collate
+from torchtrain.data import stack_rows
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.distributed.world import World
 from torchtrain.modeling.load import load_for_training
@@ -92,7 +92,7 @@ def candidate_side(case: GateCase) -> Arrays:
     packed = _Rows(case)
     stages, arrays = set(case.spec.stages), {}
     if "forward" in stages:
-        batch = collate(packed.rows)
+        batch = stack_rows(packed.rows)
         names = ("input_ids", "position_ids", "document_ids")
         arrays |= {f"inputs.{name}": batch[name].numpy() for name in names}
         arrays |= _taps(_build(case).eval(), {name: batch[name].to(device()) for name in names})
@@ -116,7 +116,7 @@ def _exported_taps(case: GateCase, folder: str) -> Arrays:
         folder, dtype="auto", attn_implementation=engine, trust_remote_code=False
     )
     rows = [pack(row, case.spec) for row in draw_corpus(case.spec).held_out_rows()]
-    batch = collate(rows)
+    batch = stack_rows(rows)
     names = ("input_ids", "position_ids", "document_ids")
     return _taps(model.to(device()).eval(), {name: batch[name].to(device()) for name in names})
 

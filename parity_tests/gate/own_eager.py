@@ -25,7 +25,7 @@ from parity_tests.gate.truth import OracleArrays
 from parity_tests.oracle import Arrays
 from torchtrain.attention.hf import KEEPS_ANCHOR
 from torchtrain.config import ModelConfig
-from torchtrain.data import collate
+from torchtrain.data import stack_rows
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.source import open_config
 
@@ -74,7 +74,9 @@ def own_eager_sides(case: GateCase) -> tuple[Arrays, OracleArrays]:
         model.set_experts_implementation("eager")  # the grouped kernels have no float64
     for module in model.modules():  # as `attach` does
         setattr(module, KEEPS_ANCHOR, spec.beyond_window == "anchor")
-    batch = {name: x.to(device()) for name, x in collate([pack(row, spec) for row in draw_rows(spec, folder)]).items()}
+    batch = {
+        name: x.to(device()) for name, x in stack_rows([pack(row, spec) for row in draw_rows(spec, folder)]).items()
+    }
     inputs = {name: batch[name] for name in ("input_ids", "position_ids", "document_ids")}
     run = {"backward": "gradients" in spec.stages, "hidden": True}
     ours = model.config._attn_implementation

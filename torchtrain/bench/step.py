@@ -22,7 +22,7 @@ from torchtrain.bench.config import BenchConfig, StepBench
 from torchtrain.bench.measure import Clock, error_ratio, spread_of
 from torchtrain.bench.rows import Corpus
 from torchtrain.config import RopeConfig, TrainConfig
-from torchtrain.data import check_store, collate
+from torchtrain.data import check_store, stack_rows
 from torchtrain.distributed.world import World
 from torchtrain.marks import IGNORED
 from torchtrain.modeling.compilation import check_compiler
@@ -119,7 +119,7 @@ def open_loop(name: str, model: "PreTrainedModel", bench: StepBench, device: tor
 
 def row_of(corpus: Corpus, tokens: int, loop: str) -> Row:
     """Return a loop's row, in the loop's variant."""
-    return collate([corpus.row(tokens, "full" if loop.endswith("full") else "anchor")])
+    return stack_rows([corpus.row(tokens, "full" if loop.endswith("full") else "anchor")])
 
 
 def measure_step(

@@ -6,9 +6,9 @@ from torchtrain.data.dataset import (
     anchor_ids,
     check_store,
     check_tokenizer,
-    collate,
     pad_id,
     split_documents,
+    stack_rows,
     tag_ids,
 )
 from torchtrain.data.packing import PackPlan, Span
@@ -28,13 +28,13 @@ __all__ = [
     "anchor_ids",
     "check_store",
     "check_tokenizer",
-    "collate",
     "fingerprint",
     "identity",
     "pad_id",
     "prepare",
     "prepare_store",
     "split_documents",
+    "stack_rows",
     "tag_ids",
     "tokenizer_identity",
 ]

@@ -248,7 +248,7 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
         return build_row(spans, self.pack, self.anchor_ids, self.pad_id, random)
 
 
-def collate(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
     """Stack rows of B arrays [T] into LongTensors [B, T] by the same names."""
     return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from anchorline.errors import UserError
 from torchtrain.config import BASE_VARIANTS, DataConfig, PackConfig, Source
-from torchtrain.data import PackedRows, anchor_ids, collate, pad_id, prepare, split_documents, tag_ids
+from torchtrain.data import PackedRows, anchor_ids, pad_id, prepare, split_documents, stack_rows, tag_ids
 from torchtrain.data.dataset import check_store, check_tokenizer
 from torchtrain.tests.data_fixtures import memory_store, word_tokenizer, write_jsonl
 
@@ -43,7 +43,7 @@ def test_every_token_lands_once_or_is_counted(lengths, variant, anchor, T, B, se
     if last == "drop" and len(packed(lengths, variant, T, range(1, anchor + 1), seed)) == 1:
         return  # nothing may be left: refused, in a test of its own
     rows = packed(lengths, variant, T, range(1, anchor + 1), seed, last=last)
-    batches = [collate([rows[j] for j in range(i, min(i + B, len(rows)))]) for i in range(0, len(rows), B)]
+    batches = [stack_rows([rows[j] for j in range(i, min(i + B, len(rows)))]) for i in range(0, len(rows), B)]
     batch = {name: torch.cat([part[name] for part in batches]) for name in batches[0]}
     ids, labels, documents = batch["input_ids"], batch["shift_labels"], batch["document_ids"]
     assert ids.shape == (len(rows), T)
@@ -76,10 +76,10 @@ def test_rows_are_the_same_in_any_order_for_any_worker(variant):
     again = packed(lengths, variant)
     for i in reversed(range(len(expected))):
         np.testing.assert_equal(again[i], expected[i])
-    loaded = list(DataLoader(again, batch_size=2, collate_fn=collate, num_workers=2, multiprocessing_context="fork"))
+    loaded = list(DataLoader(again, batch_size=2, collate_fn=stack_rows, num_workers=2, multiprocessing_context="fork"))
     for i, batch in enumerate(loaded):
         for name, tensor in batch.items():
-            assert torch.equal(tensor, collate(expected[2 * i : 2 * i + 2])[name])
+            assert torch.equal(tensor, stack_rows(expected[2 * i : 2 * i + 2])[name])
 
 
 @pytest.mark.parametrize(("variant", "rows_of_epoch"), [("anchor", [10, 10, 10]), ("anchor+tag", [13, 12, 13])])

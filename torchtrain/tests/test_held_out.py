@@ -11,7 +11,7 @@ from rich.console import Console
 
 import torchtrain
 from torchtrain.checkpoint.manifest import Manifest
-from torchtrain.data import collate
+from torchtrain.data import stack_rows
 from torchtrain.distributed.shard import assign_held_out
 from torchtrain.distributed.world import World
 from torchtrain.run import report
@@ -58,7 +58,7 @@ def test_blocks_hold_the_same_tokens_however_rows_are_spread(monkeypatch, size, 
     def blocks(world: World, micro_batch: int) -> list[torch.Tensor]:
         found = []
         for first, dealt in assign_held_out(rows, micro_batch, world):
-            batch = make_micro_batch(collate(dealt), world, HeldOut(["a"], 64).labels_of)
+            batch = make_micro_batch(stack_rows(dealt), world, HeldOut(["a"], 64).labels_of)
             found.append(held_out._losses_in_order(batch, batch.part["input_ids"].float(), first, world))
         return found
 

@@ -10,7 +10,7 @@ import torchtrain
 from torchtrain.attention import hf, make_plan, visible_BTT
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.config import BASE_VARIANTS, PackConfig
-from torchtrain.data import collate
+from torchtrain.data import stack_rows
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import NAMED_ROWS, named_batch
@@ -72,7 +72,7 @@ def test_nothing_leaks_in_rows_the_packer_makes(variant):
         build_row([SpanTokens(random.integers(9, 61, n), 0, tag) for n in lengths], pack, [1], 2, random)
         for lengths in ((5, 1, 4), (9,))
     ]
-    assert_nothing_leaks(tiny("llama"), collate(rows))
+    assert_nothing_leaks(tiny("llama"), stack_rows(rows))
 
 
 def test_nothing_invisible_moves_a_flex_forward_pass():

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import torchtrain
 from anchorline.errors import UserError
 from torchtrain.config import Config, RopeConfig, TrainConfig, load_config
-from torchtrain.data import collate, prepare, split_documents
+from torchtrain.data import prepare, split_documents, stack_rows
 from torchtrain.marks import IGNORED
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import extend
@@ -239,7 +239,7 @@ def test_longrope_takes_the_same_factors_whatever_the_micro_batch(tree, write_co
     assert not torch.equal(short, long)
     for batch in [[row] for row in held_out] + [[rows[0], rows[1]]]:
         rotary(torch.zeros(1), torch.arange(2)[None])  # back to the short ones
-        rotary(torch.zeros(1), collate(batch)["position_ids"])
+        rotary(torch.zeros(1), stack_rows(batch)["position_ids"])
         assert torch.equal(rotary.inv_freq, long)
 
 
@@ -271,7 +271,7 @@ def test_evaluation_is_the_loss_of_training_and_knows_new_positions(model, tree,
     _, _, held_out, store = packed(tree, write_config)
     result = measure_held_out(model, held_out, HeldOut(store.domains, own_positions=50), chunk=37)
     assert model.training
-    batches = make_micro_batches([collate([row]) for row in held_out], store.domains)
+    batches = make_micro_batches([stack_rows([row]) for row in held_out], store.domains)
     losses, _ = accumulate(Replicated(model, None), batches, store.domains, chunk=37)
     assert result.overall == losses.overall
     assert result.by_domain == losses.by_domain
@@ -279,7 +279,7 @@ def test_evaluation_is_the_loss_of_training_and_knows_new_positions(model, tree,
     blind = [
         {**row, "shift_labels": np.where(row["position_ids"] < 50, IGNORED, row["shift_labels"])} for row in held_out
     ]
-    batches = make_micro_batches([collate([row]) for row in blind], store.domains)
+    batches = make_micro_batches([stack_rows([row]) for row in blind], store.domains)
     new, _ = accumulate(Replicated(model, None), batches, store.domains, chunk=37)
     assert 0 < new.overall.tokens < losses.overall.tokens
     assert result.new_positions.tokens == new.overall.tokens

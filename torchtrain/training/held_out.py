@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtrain.data import collate
+from torchtrain.data import stack_rows
 from torchtrain.distributed.shard import assign_held_out
 from torchtrain.distributed.world import World
 from torchtrain.training.losses import Losses, Mean
@@ -75,7 +75,7 @@ def measure_held_out(
     model.eval()
     found: list[Tensor] = []
     for first, dealt in assign_held_out(rows, micro_batch, world):
-        batch = make_micro_batch(collate(dealt), world, result.labels_of).to(world.device)
+        batch = make_micro_batch(stack_rows(dealt), world, result.labels_of).to(world.device)
         _, each_Bt = strategy.losses(batch.part, batch.plan, chunk)
         result.add(each_Bt, batch.labels)
         found.append(_losses_in_order(batch, each_Bt, first, world))

@@ -50,7 +50,7 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Take this rank's part of whole rows, plan its attention and find its labels.
 
-    batch: the five arrays [B, T] on the host, as from `torchtrain.data.collate`.
+    batch: the five arrays [B, T] on the host, as from `torchtrain.data.stack_rows`.
     world: of this rank; for a GPU the result is in page-locked memory.
     labels_of: finds the labels of a part and their groups (`Losses.labels_of`).
     engine: of attention, if what its plan needs shall be made now.

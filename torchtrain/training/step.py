@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtrain.attention.masks import layer_windows
 from torchtrain.config import TrainConfig
-from torchtrain.data import collate
+from torchtrain.data import stack_rows
 from torchtrain.distributed.shard import assign_rows
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.training.losses import Losses
@@ -54,7 +54,7 @@ def step_batches(
     `engine` is that of `make_micro_batch`.
     """
     numbers = assign_rows(step * train.sequences_per_step, train.sequences_per_step, train.micro_batch, world)
-    batches = [collate([rows.row_at(i) for i in micro_batch]) for micro_batch in numbers]
+    batches = [stack_rows([rows.row_at(i) for i in micro_batch]) for micro_batch in numbers]
     return make_micro_batches(batches, domains, world, engine)
 
 

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from torchtrain.attention import separation
 from torchtrain.attention.hf import implementation_name, register
 from torchtrain.config import Config, PackConfig
-from torchtrain.data import collate
+from torchtrain.data import stack_rows
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.distributed.cut import Cutter
 from torchtrain.distributed.world import World
@@ -200,7 +200,7 @@ def batches(config: Config, world: World) -> list[dict[str, Tensor]]:
     weighted = max(read_documents(config, None).weighted or MEAN, MEAN)
     row = draw_row(pack, weighted)
     turns = train.sequences_per_step // (train.micro_batch * world.data_parallel)
-    return [collate([row] * train.micro_batch)] * turns
+    return [stack_rows([row] * train.micro_batch)] * turns
 
 
 def draw_row(pack: PackConfig, weighted: float, seed: int = 0) -> dict[str, np.ndarray]:
