@@ -68,10 +68,8 @@ def config_of(family: str) -> PretrainedConfig | None:
 
 
 def refusals(family: str) -> dict[str, str]:
-    """Extend a family's config by all `SETTINGS`; return the refusals by name of the settings.
-
-    Raises:
-        AssertionError: something differs from the rule.
+    """Extend a family's config by all `SETTINGS`; return the refusals by name of the settings. Raises AssertionError:
+    something differs from the rule.
     """
     config, refused = config_of(family), dict[str, str]()
     assert config is not None
@@ -121,12 +119,9 @@ oracle's, rounded to float32. {whole} families take all of it. The others refuse
 def find_fault(config: PretrainedConfig, settings: dict[str, Any]) -> str:
     """Extend a config; return what differs from the rule, or nothing.
 
-    Args:
-        config: of a family, with RoPE.
-        settings: of the section `rope`.
-
-    Raises:
-        UserError: `extend` refuses.
+    config: of a family, with RoPE.
+    settings: of the section `rope`.
+    Raises UserError: `extend` refuses.
     """
     own = parameters_of(config)
     if settings.get("type") == "longrope" and own is not None and own["rope_type"] != "longrope":
@@ -249,9 +244,8 @@ def in_float64(*modules: Any) -> Iterator[None]:
 def model_frequencies(config: PretrainedConfig, kind: str | None = None) -> tuple[np.ndarray, float]:
     """Return inverse frequencies, float64 [C], and attention factor of a family's own rotary module.
 
-    Args:
-        config: of the family.
-        kind: of layers, where a config has RoPE's parameters by type of layer.
+    config: of the family.
+    kind: of layers, where a config has RoPE's parameters by type of layer.
     """
     module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
     (rotary,) = [

@@ -295,12 +295,11 @@ def logits_and_gradients(
 ) -> dict[str, Tensor]:
     """Return logits, and the gradients of a random weighting of them into every parameter, flat, by module.
 
-    Args:
-        model: any causal language model of transformers.
-        implementation: of attention; all but our own are given the mask rule as masks.
-        batch: token, position and document ids [B, T].
-        backward: with gradients.
-        hidden: with the hidden states before, between and after the layers, `hidden.0` to `hidden.N`.
+    model: any causal language model of transformers.
+    implementation: of attention; all but our own are given the mask rule as masks.
+    batch: token, position and document ids [B, T].
+    backward: with gradients.
+    hidden: with the hidden states before, between and after the layers, `hidden.0` to `hidden.N`.
     """
     ours = implementation.startswith("anchor")
     model.set_attn_implementation("eager" if runs_whole(model.base_model) else implementation)

@@ -57,11 +57,10 @@ def watch(model: nn.Module, take: Callable[[str, Tensor], None], inputs: Sequenc
 def record(model: nn.Module, path: str | Path, names: str | Sequence[str] = "*", **inputs: Tensor) -> Iterator[None]:
     """Write what the model computes in the block to a file, which is there when the block ends.
 
-    Args:
-        model: any module; with ranks, each rank writes a file of its own (`rank0.safetensors`, ...).
-        path: the file.
-        names: patterns of names to record; * is any text.
-        inputs: tensors that are recorded as `inputs.NAME` (`input_ids`, `position_ids`, labels).
+    model: any module; with ranks, each rank writes a file of its own (`rank0.safetensors`, ...).
+    path: the file.
+    names: patterns of names to record; * is any text.
+    inputs: tensors that are recorded as `inputs.NAME` (`input_ids`, `position_ids`, labels).
     """
     patterns, modules = (names,) if isinstance(names, str) else names, dict(model.named_modules())
     header: dict[str, Any] = {}

@@ -29,9 +29,8 @@ _PROBE = "parity_probe"
 def capture_taps(model: nn.Module, **inputs: Any) -> Taps:
     """Run `model(**inputs)` once; return every tap, in float32 at least, heads apart: [B, T, H, D] and [B, T, M].
 
-    Args:
-        model: for causal language modelling, of a family whose modules have Llama's names, on any device, in any dtype.
-        inputs: what the model's forward takes (`input_ids`, `position_ids`, `document_ids`, `plan`, ...).
+    model: for causal language modelling, of a family whose modules have Llama's names, on any device, in any dtype.
+    inputs: what the model's forward takes (`input_ids`, `position_ids`, `document_ids`, `plan`, ...).
     """
     found: Taps = {}
     with watch(model, lambda name, x: found.update({name: _widen(x)})), _probe_attention(model, found):

@@ -65,13 +65,10 @@ class Dump:
 def open_dump(path: Path, order: Path | None = None, config: Path | None = None) -> Dump:
     """Read the headers of a dump.
 
-    Args:
-        path: a file or a folder.
-        order: a file of names, one a line; None takes the order in the file's metadata, else sorts the names.
-        config: the model's config.json, where the metadata lack it.
-
-    Raises:
-        UserError: there is none, it is damaged, or holds a dtype that nothing here reads.
+    path: a file or a folder.
+    order: a file of names, one a line; None takes the order in the file's metadata, else sorts the names.
+    config: the model's config.json, where the metadata lack it.
+    Raises UserError: there is none, it is damaged, or holds a dtype that nothing here reads.
     """
     files = sorted(path.glob("*.safetensors"), key=_natural) if path.is_dir() else [path]
     if not files or not files[0].is_file():

@@ -58,18 +58,15 @@ def run_gate(
 ) -> Report:
     """Judge every case of a gate: those that share the oracle's work one after another, and then it is forgotten.
 
-    Args:
-        config: the gate.
-        out: where `report.json`, `report.html`, `junit.xml` and `badge.json` go, and `cases/` with each finished case:
-            a run that was interrupted goes on from there while the case, the sources that compute it and the libraries
-            stay the same. None: nowhere.
-        only: the id of the one case to run.
-        progress: called after each case.
-        command: how the run was started, for the report.
-        workers: processes that share the cases, each with its part of the cores; 1: this process alone.
-
-    Raises:
-        UserError: no case of that id; a model that does not exist; `out` cannot be written; a worker was killed.
+    config: the gate.
+    out: where `report.json`, `report.html`, `junit.xml` and `badge.json` go, and `cases/` with each finished case: a
+        run that was interrupted goes on from there while the case, the sources that compute it and the libraries stay
+        the same. None: nowhere.
+    only: the id of the one case to run.
+    progress: called after each case.
+    command: how the run was started, for the report.
+    workers: processes that share the cases, each with its part of the cores; 1: this process alone.
+    Raises UserError: no case of that id; a model that does not exist; `out` cannot be written; a worker was killed.
     """
     started, created = time.perf_counter(), datetime.now(UTC)
     specs = expand(config)

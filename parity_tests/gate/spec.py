@@ -237,10 +237,8 @@ def expand(config: Gate) -> list[CaseSpec]:
 
 
 def load_gate(path: str | Path, overrides: Sequence[str] = ()) -> Gate:
-    """Read a gate from YAML, apply overrides such as `seeds=[1,2]` and `matrix.0.dtype=float32`, validate.
-
-    Raises:
-        UserError: see `anchorline.settings.load`; or a case is asked for twice.
+    """Read a gate from YAML, apply overrides such as `seeds=[1,2]` and `matrix.0.dtype=float32`, validate. Raises
+    UserError: see `anchorline.settings.load`; or a case is asked for twice.
     """
     return settings.load(Gate, path, overrides, example="seeds=[1,2]")
 

@@ -17,14 +17,11 @@ _COARSEST = ("float16", "bfloat16", "float32", "float64")
 def check_same_weights(model: str, against: str, dtype: str) -> None:
     """Check that each tensor of the one is the other's, rounded to the coarser of the two dtypes, and fit to be judged.
 
-    Args:
-        model, against: folders or ids.
-        dtype: in which `model` is to run.
-
-    Raises:
-        UserError: naming the tensors that differ; a dtype finer than what either stores, so that the same weights would
-            differ by their storing; float16 beside bfloat16, neither of which holds the other; or a tiny model, whose
-            weights are drawn, not stored.
+    model, against: folders or ids.
+    dtype: in which `model` is to run.
+    Raises UserError: naming the tensors that differ; a dtype finer than what either stores, so that the same weights
+        would differ by their storing; float16 beside bfloat16, neither of which holds the other; or a tiny model, whose
+        weights are drawn, not stored.
     """
     for name in (model, against):
         if name in TINY:

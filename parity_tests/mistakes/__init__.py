@@ -14,9 +14,8 @@ def explanations(
 ) -> Iterator[tuple[str, float]]:
     """Yield the words of every mistake that explains a candidate, and its ratio.
 
-    Args:
-        mistakes: each is computed when its turn comes.
-        ratio_of: error over allowance of the candidate if the arrays of a mistake were right; up to 1 explains it.
+    mistakes: each is computed when its turn comes.
+    ratio_of: error over allowance of the candidate if the arrays of a mistake were right; up to 1 explains it.
     """
     for words, compute in mistakes:
         ratio = ratio_of(compute())

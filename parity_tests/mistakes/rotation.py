@@ -21,11 +21,10 @@ def rotation_mistakes(
 ) -> Iterator[Mistake]:
     """`out` [B, T, H, D] of wrong rotations of x.
 
-    Args:
-        x_BTHD: queries or keys before RoPE.
-        positions_BT, document_ids_BT: the right ones.
-        rope: the right settings.
-        array_BTHD: what the candidate gives: each token's position is taken for off by what brings it nearest.
+    x_BTHD: queries or keys before RoPE.
+    positions_BT, document_ids_BT: the right ones.
+    rope: the right settings.
+    array_BTHD: what the candidate gives: each token's position is taken for off by what brings it nearest.
     """
     x, positions = x_BTHD, positions_BT
     seq_len = int(positions.max()) + 1

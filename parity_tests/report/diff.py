@@ -74,9 +74,8 @@ _RANK = {"passed": 0, "skipped": 1, "broken": 2, "not judged": 2}
 def diff(a: Report, b: Report, gone: Sequence[str] = ()) -> Diff:
     """Compare two reports.
 
-    Args:
-        a, b: the earlier and the later one.
-        gone: what `b` may lack without being worse: patterns (`*` is any text) of `case` or `case:array`.
+    a, b: the earlier and the later one.
+    gone: what `b` may lack without being worse: patterns (`*` is any text) of `case` or `case:array`.
     """
     first, second = ({case.id: case for case in report.cases} for report in (a, b))
     shared = [name for name in first if name in second]

@@ -12,9 +12,8 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 420, 200, 46, 22, 30
 def plot(profile: Profile, tokens: int) -> str:
     """Return a drawing along the sequence as the address of an image.
 
-    Args:
-        profile: at least one run.
-        tokens: of a row; the last run ends there.
+    profile: at least one run.
+    tokens: of a row; the last run ends there.
     """
     edges = [*profile.starts, max(tokens, profile.starts[-1] + 1)]
     return _draw(edges, profile.error, profile.allowance, _over(profile), "token")

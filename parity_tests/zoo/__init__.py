@@ -27,14 +27,13 @@ from parity_tests.report.schema import Group
 class Bug:
     """One way to be wrong.
 
-    Args:
-        apply: makes a context manager; inside, the candidate has the bug; after it, it is bitwise what it was.
-        what: the bug in a few words, for the kill table.
-        where: one line on where it really happened.
-        stage: the first stage of a case in which it shows.
-        likely: fields of a case, with the values under which the bug shows; cases that have them are tried first.
-        caught_by: the configuration that catches it where CI's cannot: a path below the repository's root.
-        name: the name of the bug's variable. `discover` fills in all but `apply`.
+    apply: makes a context manager; inside, the candidate has the bug; after it, it is bitwise what it was.
+    what: the bug in a few words, for the kill table.
+    where: one line on where it really happened.
+    stage: the first stage of a case in which it shows.
+    likely: fields of a case, with the values under which the bug shows; cases that have them are tried first.
+    caught_by: the configuration that catches it where CI's cannot: a path below the repository's root.
+    name: the name of the bug's variable. `discover` fills in all but `apply`.
     """
 
     apply: Callable[[], AbstractContextManager[Any]] = field(repr=False)

@@ -80,13 +80,10 @@ class ZooReport:
 def run_zoo(config: Gate, names: Sequence[str] | None = None, progress: Progress | None = None) -> ZooReport:
     """Run the cases of a gate that this machine can run against the zoo.
 
-    Args:
-        config: the gate.
-        names: bugs to try; None tries all but those that only another configuration catches.
-        progress: called with a line on what was done, how many steps are done and how many there are.
-
-    Raises:
-        UserError: a name that no bug has; no case runs here; or a model of which the oracle has no decoder.
+    config: the gate.
+    names: bugs to try; None tries all but those that only another configuration catches.
+    progress: called with a line on what was done, how many steps are done and how many there are.
+    Raises UserError: a name that no bug has; no case runs here; or a model of which the oracle has no decoder.
     """
     started = time.perf_counter()
     chosen = choose(names)

@@ -21,11 +21,8 @@ _ATTEMPTS, _SECONDS_BETWEEN = 5, 0.2
 def hold(lock: Path) -> Iterator[None]:
     """Hold a run for as long as the block lasts.
 
-    Args:
-        lock: a file in the run's folder; it is made if it is missing.
-
-    Raises:
-        UserError: another process holds the run; the folder cannot be written; or its disk has no locks.
+    lock: a file in the run's folder; it is made if it is missing.
+    Raises UserError: another process holds the run; the folder cannot be written; or its disk has no locks.
     """
     try:  # open for writing, because NFS gives the lock to nobody else
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
@@ -46,11 +43,7 @@ def hold(lock: Path) -> Iterator[None]:
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a process is at work on a run.
-
-    Raises:
-        UserError: its disk has no locks.
-    """
+    """Whether a process is at work on a run. Raises UserError: its disk has no locks."""
     if not lock.exists():
         return False
     with open_file(lock) as file:

@@ -53,10 +53,8 @@ class Termination:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Only set `asked` when a signal comes while the block lasts: the block ends when it suits it.
-
-        Raises:
-            Terminated: one came before, and a library kept it from ending the process.
+        """Only set `asked` when a signal comes while the block lasts: the block ends when it suits it. Raises
+        Terminated: one came before, and a library kept it from ending the process.
         """
         self.obey()
         self._noting = True
@@ -73,11 +71,7 @@ class Termination:
         self._noting = True
 
     def obey(self) -> None:
-        """Obey signals at once again, before the block of `defer` ends.
-
-        Raises:
-            Terminated: one has come.
-        """
+        """Obey signals at once again, before the block of `defer` ends. Raises Terminated: one has come."""
         self._noting = False
         if self.asked is not None:
             rank, _size, _local = read_ranks()

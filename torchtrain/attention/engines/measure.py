@@ -68,7 +68,7 @@ def measure_engines(engines: Sequence[str], rows: Sequence[AttentionPlan], heads
     engines: names.
     rows: plans of one row each.
     heads: of one rank.
-    Returns Seconds, or why the engine cannot be chosen.
+    Returns seconds, or why the engine cannot be chosen.
     """
     found: dict[str, float | str] = {}
     for engine in engines:
