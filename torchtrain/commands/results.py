@@ -68,13 +68,12 @@ def evaluate(
         from torchtrain.evaluation.results import NotRun
         from torchtrain.evaluation.tables import print_tables
         from torchtrain.run.folder import RunFolder
-        from torchtrain.run.verify import read_training
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         checkpoints = [Checkpoint("model", None, target)]
         if os.path.lexists(os.path.join(target, "run.json")):
-            models, training = RunFolder(target).last_models(last), read_training(Path(target))
+            models, training = RunFolder(target).last_models(last), RunFolder(target).check_run().training()
             checkpoints = [Checkpoint(name, step, str(folder), training) for name, step, folder in models]
         elif last > 1:
             raise UserError(f"--last {last}: {quoted(target)} is not a run's folder; leave it out")

@@ -55,14 +55,14 @@ def export_step(
     write_adapter: Callable[[Path], None] | None = None
     if weights is not None and (lora := config.model.lora) is not None:
         weights, adapter = split_off(setup.model, weights)
-        write_adapter = partial(save_adapter, setup.model, lora, setup.base, adapter)
+        write_adapter = partial(save_adapter, setup.model, lora, setup.source.base, adapter)
     if weights is not None and (name := first_not_finite(weights.items())) is not None:
         raise UserError(f"{name} is not finite after step {step}, so the model was not written to {target}")
     notes = reader_notes(setup.model.config)
     card = model_card(config, setup.model.config, step, notes)
     try:
         with folder.new_export(target) as made:
-            export(setup.model, setup.tokenizer, made, weights, write_adapter, card)
+            export(setup.model, setup.source.tokenizer, made, weights, write_adapter, card)
     except (OSError, SafetensorError) as error:
         why = disk_fault(error) if isinstance(error, OSError) else str(error)
         raise UserError(

@@ -37,13 +37,12 @@ from anchorline.files import (
 )
 from torchtrain.checkpoint.folder import STEP, step_of
 from torchtrain.checkpoint.identity import is_free
-from torchtrain.checkpoint.manifest import versions
 from torchtrain.config import Config, DataConfig, dump_config, load_config
 from torchtrain.run.lock import at_work, hold, is_held
+from torchtrain.run.record import MADE_BY, RunRecord
 from torchtrain.training.events import MetricsFile, last_saved, read_metrics
 
 MODEL = "model"
-_MADE_BY = "torchtrain train"
 _MOST_BYTES = 1 << 28
 _ATTEMPTS, _SECONDS_BETWEEN = 10, 0.5
 
@@ -135,7 +134,7 @@ class RunFolder:
             raise UserError(at_work(self.path))
 
     @contextmanager
-    def create(self, config: Config, record: dict[str, Any], replace: bool) -> Iterator[Path | None]:
+    def create(self, config: Config, record: RunRecord, replace: bool) -> Iterator[Path | None]:
         """Make the folder with its record and resolved config, and lock the run until the block ends.
 
         With `replace` an existing run is first renamed to FOLDER.replaced-N. Nothing is removed.
@@ -147,9 +146,7 @@ class RunFolder:
             UserError: as `check`; the folder cannot be made; or another process works on the run.
         """
         self.check(replace, config.model.source, config.data)
-        content = {"made_by": _MADE_BY, "machine": platform.machine(), "versions": versions()}
-        content["began_in"] = str(Path.cwd())
-        content |= {"config": config.model_dump(mode="json")} | record
+        content = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"
         try:
             replaced = self._move_aside() if self.is_run() else None
             made = not self.path.exists()
@@ -161,7 +158,7 @@ class RunFolder:
             try:
                 self.config.unlink(missing_ok=True)
                 write_file(self.config, dump_config(config).encode())
-                replace_file(self.record, (json.dumps(content, indent=2) + "\n").encode())
+                replace_file(self.record, content.encode())
                 sync(self.path.absolute().parent)
             except BaseException as error:
                 for path in (self.record, self.record.with_name(self.record.name + PARTIAL), self.config, self.lock):
@@ -185,7 +182,7 @@ class RunFolder:
 
     # --- reading it ---------------------------------------------------------------------------------------------------
 
-    def check_run(self) -> dict[str, Any]:
+    def check_run(self) -> RunRecord:
         """Return the record of the run that the folder holds.
 
         Raises:
@@ -195,14 +192,14 @@ class RunFolder:
             content = read_json(self.record, most=_MOST_BYTES) if os.path.lexists(self.record) else {}
         except OSError as error:
             raise UserError(disk_fault(error)) from None
-        if content.get("made_by") != _MADE_BY:
+        if content.get("made_by") != MADE_BY:
             raise UserError(f"{self.path}: holds no run; give the folder of one (run.folder in its config)")
-        config, identity = content.get("config"), content.get("identity")
-        train = config.get("train") if isinstance(config, dict) else None
-        steps = content.get("steps", train.get("steps") if isinstance(train, dict) else None)
-        if type(steps) is not int or not 0 < steps < 2**63 or not isinstance(identity, dict):
-            raise UserError(f"{self.record}: is damaged: it lacks the config or the identity of its run; put it back")
-        return content
+        try:
+            return RunRecord.model_validate(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = one_line(".".join(map(str, first["loc"])))
+            raise UserError(f"{self.record}: is damaged: {place}: {first['msg']}; put it back") from None
 
     def read_config(self, overrides: Sequence[str] = ()) -> Config:
         """Return the config that the run wrote, with overrides.
@@ -225,7 +222,7 @@ class RunFolder:
         Raises:
             UserError: names that folder.
         """
-        began = self.check_run().get("began_in", "")
+        began = self.check_run().began_in
         for field, place in _places_read(config.model.source, config.data):
             if field != "data.cache" and not _is_there("", place) and _is_there(began, place):
                 other = f", or give {field}={Path(began, place)}" if is_free(field) else ""
@@ -446,7 +443,7 @@ class RunFolder:
     def is_run(self) -> bool:
         """Whether the folder has a run's record, with whatever else, such as a scheduler's log."""
         try:
-            return os.path.lexists(self.record) and read_json(self.record, most=_MOST_BYTES).get("made_by") == _MADE_BY
+            return os.path.lexists(self.record) and read_json(self.record, most=_MOST_BYTES).get("made_by") == MADE_BY
         except UserError:
             return False
 

@@ -1,8 +1,8 @@
 """The recipe: config -> model and rows -> held-out loss -> steps -> held-out loss -> export -> report.
 
-`train` and `resume` open a run's folder (`torchtrain.run.opening`) and call `Trainer.train`, which does one thing after
-another. It is the same on one process and on many: every rank runs it, rank 0 writes and prints, and a mistake that any
-rank finds under `World.together` stops all of them.
+`Trainer.begin` and `Trainer.resume` take the folder, set the run up and call `Trainer.train`, one thing after another.
+It is the same on one process and on many: every rank runs it, rank 0 writes and prints, and a mistake that any rank
+finds under `World.together` stops all of them.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,13 +35,12 @@ from torchtrain.marks import IGNORED, PADDING
 from torchtrain.modeling.compilation import is_compiled
 from torchtrain.planning.flops import FlopCounter
 from torchtrain.run.folder import RunFolder
-from torchtrain.run.opening import Opening
 from torchtrain.run.report import Journal, make_progress_printer
 from torchtrain.run.session import Session
-from torchtrain.run.setup import NEW, Kept, Setup, set_up
+from torchtrain.run.setup import Setup, Start, set_up
+from torchtrain.run.start import find_start, make_folder, return_to
 from torchtrain.run.steps import check_finite, take_steps
 from torchtrain.run.termination import Termination
-from torchtrain.run.verify import describe_training
 from torchtrain.training.determinism import deterministic
 from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.strategy import make_strategy
@@ -102,8 +101,7 @@ def train(
             return trainer.resume(None, locks)
         if resume:
             trainer.log(f"begin     a new run in {trainer.folder.path}")
-        trainer.check(new=True)
-        return trainer.train(trainer.opening.open_new(trainer.set_up, replace, locks))
+        return trainer.begin(replace, locks)
 
 
 def resume(
@@ -153,17 +151,33 @@ class Trainer:
         self.log = partial(self.console.print, markup=False, highlight=False, soft_wrap=True)
         with world.together():
             self.folder = RunFolder(config.run.folder)
-        self.opening = Opening(config, self.folder, world, termination, self.log)
+        self._advice = f"to resume from the last checkpoint: torchtrain resume {self.folder.path}"
         self.evaluation: TrainingEvaluation | None = None
         self.session: Session | None = None
         self.step_seconds = math.inf  # of the last step, the same on all ranks
         termination.answer, termination.leave = self._answer, partial(self.console.show_cursor, True)
 
+    def begin(self, replace: bool, locks: ExitStack) -> Result | None:
+        """Train in a new folder; see the function `train`."""
+        self.check(new=True)
+        with self.world.together():
+            if self.leads:
+                self.folder.check(replace, self.config.model.source, self.config.data)
+        setup = self.set_up(Start())
+        make_folder(self.config, setup, self.folder, self.world, replace, locks, self.log)
+        self.termination.advice = self._advice
+        return self.train(setup)
+
     def resume(self, step: int | None, locks: ExitStack) -> Result | None:
         """Resume the run in the folder; see the function `resume`."""
         self.check(new=False)
-        opened = self.opening.open_existing(self.set_up, step, locks)
-        return None if opened is None else self.train(*opened)
+        start = find_start(self.config, self.folder, self.world, step, locks, self.log)
+        if start is None:
+            return None
+        self.termination.advice = self._advice
+        setup = self.set_up(start)
+        return_to(start, self.config, setup, self.folder, self.world, self.log)
+        return self.train(setup, start.checkpoint)
 
     def check(self, new: bool) -> None:
         """Check what needs neither model nor data; of a new run also that nothing has been evaluated yet."""
@@ -175,18 +189,17 @@ class Trainer:
             if new and self.evaluation is not None:
                 self.evaluation.check_new()
 
-    def set_up(self, check: Callable[[dict[str, Any]], None] = lambda identity: None, kept: Kept = NEW) -> Setup:
+    def set_up(self, start: Start) -> Setup:
         """Make model and rows; see `torchtrain.run.setup.set_up`."""
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(self.config.run.seed)
         with self.world.together(), self.console.status("preparing") as spinner:
             report_progress = make_progress_printer(self.console, spinner, self.log)
-            setup = set_up(self.config, self.log, report_progress, self.world, check, kept)
+            setup = set_up(self.config, self.log, report_progress, self.world, start)
             if self.evaluation is not None:  # before a folder is made, or an old run is renamed
-                self.evaluation.check_fits(setup.model, setup.tokenizer, self.log)
+                self.evaluation.check_fits(setup.model, setup.source.tokenizer, self.log)
             if self.config.model.lora is not None and self.config.model.lora.dropout:
                 self._draw_apart()
-            self.config = self.config.model_copy(update={"train": self.config.train.with_steps(setup.steps)})
             return setup
 
     def _draw_apart(self) -> None:
@@ -204,15 +217,16 @@ class Trainer:
         Returns:
             As the function `train`.
         """
+        self.config = self.config.model_copy(update={"train": self.config.train.with_steps(setup.steps)})
         config, folder = self.config, self.folder
         counter = FlopCounter.of(setup.model)
-        strategy = make_strategy(setup.model, setup.engine, config, self.world)
+        strategy = make_strategy(setup.model, setup.loaded.engine, config, self.world)
         with Journal(config.log, folder, self.world, self.console) as journal:
             session = Session(config, folder, setup, strategy, journal.metrics, journal.timing, self.log)
             self.session = session
             if checkpoint is not None:
                 session.resume(checkpoint)
-            elif masters := fill_masters(state_of(strategy), setup.weights):
+            elif masters := fill_masters(state_of(strategy), setup.source.folder):
                 self.log(f"masters   {masters}")
             journal.open_writers(session.step, config)
             before = session.before = session.before or self._measure_held_out(session, journal, counter=counter)
@@ -283,7 +297,7 @@ class Trainer:
             UserError, OtherRankFailed: weights or losses are not finite.
         """
         setup, strategy, train = session.setup, session.strategy, self.config.train
-        losses = HeldOut(setup.store.domains, setup.own_positions)
+        losses = HeldOut(setup.store.domains, setup.source.own_positions)
         if not setup.held_out:
             return losses
         # Ulysses attention is built for forwards of `train.micro_batch` rows. One process goes row by row, so that its
@@ -317,7 +331,7 @@ class Trainer:
         A backward pass often runs at a lower rate than these forward passes, and other work slows down either.
         """
         train, first_rows = self.config.train, range(min(self.config.train.sequences_per_step, 8))
-        again = 4 / 3 if setup.record["activation_checkpointing"] else 1  # at most one more forward pass
+        again = 4 / 3 if setup.record.activation_checkpointing else 1  # at most one more forward pass
         per_row = [again * counter.flops(*_sizes(setup.rows.row_at(n))) for n in first_rows]
         held_out = sum(counter.flops(*_sizes(row)) for row in setup.held_out) / 3  # forward alone
         step = sum(per_row) / len(per_row) * train.sequences_per_step / held_out * seconds
@@ -353,9 +367,14 @@ class Trainer:
                 and does not end the run.
         """
         if self.evaluation is not None and self.evaluation.due(session.step, self.config.train.steps):
-            setup, training = session.setup, describe_training(self.config, session.setup.record)
+            setup = session.setup
             self.evaluation.measure(
-                setup.model, setup.tokenizer, session.step, self.log, lambda: self._check_stop(session), training
+                setup.model,
+                setup.source.tokenizer,
+                session.step,
+                self.log,
+                lambda: self._check_stop(session),
+                setup.record.training(),
             )
 
     def _check_stop(self, session: Session) -> None:

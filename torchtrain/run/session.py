@@ -76,7 +76,7 @@ class Session:
             if self._leads:  # the run may have been killed before it removed older ones
                 self.checkpoints.retain(self._config.save.keep, progress.step)
         self.guard = self._guard(progress)
-        self.before = HeldOut(self.setup.store.domains, self.setup.own_positions)
+        self.before = HeldOut(self.setup.store.domains, self.setup.source.own_positions)
         self.before.blocks = progress.before_blocks
         for mean, (total, tokens) in zip(self.before.means(), progress.before, strict=True):
             mean.total, mean.tokens = total, tokens
@@ -154,7 +154,7 @@ class Session:
             ),
             layout=read_layout(self._config, self.setup, self.strategy.world),
             config=self._config.model_dump(mode="json"),
-            identity=self.setup.identity,
+            identity=self.setup.record.identity,
             versions=versions(),
             parameters=state.parameters,
             files={},
@@ -284,8 +284,8 @@ def read_layout(config: Config, setup: Setup, world: World) -> ProcessLayout:
         offload=distributed.offload,
         micro_batch=train.micro_batch,
         loss_chunk=train.loss_chunk or default_chunk(head_of(setup.model), world.device),
-        device=setup.record["device"],
-        attention=setup.engine,
+        device=setup.record.device,
+        attention=setup.loaded.engine,
         deterministic=train.deterministic and world.device.type == "cuda",
         fused=is_compiled(setup.model),
         float32_products=multiplies_in_float32(setup.model.dtype, world.device),

@@ -32,8 +32,7 @@ def status_lines(folder: Path) -> Iterator[str]:
 
 def _lines(folder: Path) -> Iterator[str]:
     run = RunFolder(folder)
-    record = run.check_run()
-    total = record.get("steps") or record["config"]["train"]["steps"]
+    total = run.check_run().steps
     at_work = is_held(run.lock)
     finished = run.finished
     state = "at work" if at_work else "finished" if finished else "interrupted"

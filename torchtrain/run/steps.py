@@ -111,7 +111,7 @@ def take_steps(
     peak = peak_flops(world.device, setup.model.dtype)
     domains, steps = setup.store.domains, range(first, train.steps)
     ahead = make_ahead(
-        lambda step: step_batches(setup.rows, step, train, domains, world, setup.engine), steps, world.device
+        lambda step: step_batches(setup.rows, step, train, domains, world, setup.loaded.engine), steps, world.device
     )
     # An error keeps the generator in its traceback; the garbage collector may close it in the very thread it joins.
     with closing(ahead):

@@ -1,4 +1,4 @@
-"""`torchtrain verify`: whether every file with a digest is still what was written. And what a run was trained on."""
+"""`torchtrain verify`: whether every file with a digest is still what was written."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -6,56 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import FileEntry, entry_of
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.config import Config
 from torchtrain.data.store import HEADER, TokenStore
-from torchtrain.evaluation.results import Training
 from torchtrain.modeling.load import digest_weights, weight_files
 from torchtrain.run.folder import RunFolder, find_change
 from torchtrain.run.lock import is_held
-
-
-def describe_training(config: Config, record: Mapping[str, Any]) -> Training:
-    """Return how a run's models are trained.
-
-    Args:
-        config: the run's.
-        record: of its setup, as `run.json` holds it: identity, and what the corpus is made of.
-    """
-    identity, corpus = record["identity"], record.get("corpus", {})
-    data = identity.get("data", {})
-    if "prepared" in data:  # a store by its fingerprint alone
-        data = corpus.get("made_of") or {}
-    return Training(
-        model=config.model.source,
-        variant=config.pack.variant,
-        anchor=config.pack.anchor,
-        split=config.pack.split if config.pack.interleave else None,
-        sequence_length=config.pack.sequence_length,
-        rope=identity.get("model", {}).get("rope_parameters") or {},
-        steps=record.get("steps", config.train.steps),
-        sequences_per_step=config.train.sequences_per_step,
-        data=data,
-    )
-
-
-def read_training(path: Path) -> Training:
-    """Return how the models of a run were trained.
-
-    Raises:
-        UserError: there is no run, or its record is damaged.
-    """
-    run = RunFolder(path)
-    record = run.check_run()
-    try:
-        return describe_training(Config.model_validate(record["config"]), record)
-    except (ValidationError, AttributeError, TypeError):
-        raise UserError(f"{quoted(run.record)}: is damaged: it lacks what its run is made of; put it back") from None
 
 
 @dataclass(frozen=True)
@@ -85,7 +43,7 @@ def verify_folder(folder: Path) -> Iterator[Finding]:
     if (folder / HEADER).exists():
         yield _check(f"tokens {quoted(folder)}", lambda: _verify_store(folder))
     elif run.record.exists():
-        yield from _verify_run(run, run.check_run()["identity"])
+        yield from _verify_run(run, run.check_run().identity)
     else:
         raise UserError(
             f"{quoted(folder)}: is neither a run's folder nor a token store's; give one with run.json or {HEADER}"

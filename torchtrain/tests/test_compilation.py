@@ -37,7 +37,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(
         compilation, "_compile", functools.cache(functools.partial(torch.compile, dynamic=False, backend=keep))
     )
-    for user in ("torchtrain.run.setup", "torchtrain.bench.step"):
+    for user in ("torchtrain.run.choices", "torchtrain.bench.step"):
         monkeypatch.setattr(f"{user}.check_compiler", lambda device: None)
     yield made
     dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = before
@@ -97,7 +97,7 @@ def test_a_compiler_is_tried_before_anything_is_prepared(monkeypatch, fresh):
     def refuse(device):
         raise UserError("no compiler")
 
-    monkeypatch.setattr("torchtrain.run.setup.check_compiler", refuse)
+    monkeypatch.setattr("torchtrain.run.choices.check_compiler", refuse)
     train, folder = fresh
     with pytest.raises(UserError, match="no compiler"):
         train(str(folder / "run"), COMPILE, f"data.cache={folder / 'cache'}")

@@ -24,7 +24,7 @@ from torchtrain.evaluation.on_the_way import TrainingEvaluation
 from torchtrain.evaluation.results import read_result, read_results
 from torchtrain.evaluation.suite import load_suite
 from torchtrain.run import recipe
-from torchtrain.run.verify import read_training
+from torchtrain.run.folder import RunFolder
 from torchtrain.tests.measured_results import as_on_the_hub
 from torchtrain.tests.run_fixtures import QUIET
 from torchtrain.tests.tiny import POSITIONS, tiny_tokenizer
@@ -113,7 +113,7 @@ def test_a_full_disk_ends_no_training(full_disk, place):
     assert {of.checkpoint for of in found} == {"step-00000002"}
     (scores,) = [of for of in found if of.task == "hellaswag"]
     # What published numbers are found by; `torchtrain evaluate` reads the same of the run's record.
-    assert scores.training == read_training(folder)
+    assert scores.training == RunFolder(folder).check_run().training()
     assert (scores.training.variant, scores.training.steps) == ("anchor+interleave", 2)
     assert [of["files"] for of in scores.training.data["sources"]] == [str(place.folder / "documents.jsonl")]
     assert scores.training.rope["rope_theta"] == 50_000.0

@@ -21,7 +21,7 @@ from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source, To
 from torchtrain.data import TokenStore, identity, prepare, prepare_store
 from torchtrain.data.tasks import LOGS, PLAN, SHARDS, MakeShard, Submitted
 from torchtrain.errors import TasksUnfinished
-from torchtrain.run.verify import read_training
+from torchtrain.run.folder import RunFolder
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 from torchtrain.tests.killed_worker import KilledOnce, prepare_waiting
 from torchtrain.tests.runs import TIME_LIMIT, flip
@@ -327,7 +327,7 @@ def test_a_run_trains_on_it_with_the_same_bits(tree, write_config, tmp_path):
     records = [json.loads((Path(f"{tmp_path}/{name}") / "run.json").read_text()) for name in ("run", "run2")]
     assert records[0]["identity"]["tokens"] == records[1]["identity"]["tokens"]
     # Of what its tokens are made, whether or not it is told the sources.
-    of_store = read_training(Path(tree["run"]["folder"])).data
+    of_store = RunFolder(tree["run"]["folder"]).check_run().training().data
     assert {"sources", "min_tokens"} <= of_store.keys()
     assert of_store == records[1]["corpus"]["made_of"]
     assert call(cli.app, ["verify", tree["run"]["folder"]]).exit_code == 0

@@ -15,8 +15,9 @@ from torchtrain.distributed.world import World
 from torchtrain.modeling.recompute import KERNELS, save_memory
 from torchtrain.modeling.source import open_config
 from torchtrain.planning import budget
-from torchtrain.run import setup as recomputation
-from torchtrain.run.setup import choose_recomputation, set_up
+from torchtrain.run import choices as recomputation
+from torchtrain.run.choices import choose_recomputation
+from torchtrain.run.setup import set_up
 from torchtrain.tests.tiny import FAMILIES, tiny_model
 
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def test_the_run_does_what_was_chosen_and_says_so(config, monkeypatch, free):
     said = []
     setup = set_up(config(), said.append)
     assert any(layer.gradient_checkpointing for layer in setup.model.model.layers) is (free == 0)
-    assert setup.record["activation_checkpointing"] is (free == 0)
+    assert setup.record.activation_checkpointing is (free == 0)
     (line,) = [line for line in said if line.startswith("layers    ")]
     assert line.endswith("GiB are free" if free else "the free memory is not known")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchtrain.config import PackConfig
 from torchtrain.data.rows import SpanTokens, _split, build_row
-from torchtrain.run.setup import describe_variant
+from torchtrain.run.describe import describe_variant
 
 X = -100
 ANCHOR, PAD = 9, 7

@@ -146,8 +146,8 @@ def test_copies_and_written_special_tokens_are_told(tree, write_config, tmp_path
     assert told["special"] == (
         "special   10 records hold what looks like a special token, read as text (data.special_tokens)"
     )
-    assert setup.record["corpus"]["copies"] == 180
-    assert setup.identity["split"]["copies_moved"] == setup.record["corpus"]["copies_moved"] > 0
+    assert setup.record.corpus.copies == 180
+    assert setup.record.identity["split"]["copies_moved"] == setup.record.corpus.copies_moved > 0
     with pytest.raises(UserError, match=r"documents are divided otherwise into training and held out"):
-        check_identity(setup.identity, setup.identity | {"split": {"copies_moved": 0}})
+        check_identity(setup.record.identity, setup.record.identity | {"split": {"copies_moved": 0}})
     assert 257 not in set(setup.store.document(0)[:-1].tolist())
