@@ -16,7 +16,7 @@ from torchtrain.cli import app
 from torchtrain.config import load_config
 from torchtrain.distributed.world import World
 from torchtrain.modeling import compilation
-from torchtrain.run import setup
+from torchtrain.run import choices
 from torchtrain.tests.forks import ROOT
 from torchtrain.tests.runs import content
 
@@ -115,7 +115,7 @@ def test_a_compiler_is_tried_before_anything_is_prepared(monkeypatch, fresh):
 def test_layers_that_are_not_whole_are_refused(tree, write_config, other, said):
     path = write_config(tree)
     config = load_config(path, [other])
-    chosen, why = setup.choose_fused(config, "unused", LlamaConfig(), ON_CUDA)
+    chosen, why = choices.choose_fused(config, "unused", LlamaConfig(), ON_CUDA)
     assert chosen == "none"
     assert why == f"not compiled: {said.partition(',')[0]}"
     with pytest.raises(UserError, match=f"model.fused compile: does not go with {said}, or model.fused to none"):
@@ -132,11 +132,11 @@ def choose(tree, write_config, monkeypatch):
             if error:
                 raise UserError(f"model.fused compile: {error}")
 
-        monkeypatch.setattr(setup, "check_compiler", check)
+        monkeypatch.setattr(choices, "check_compiler", check)
         own = own or LlamaConfig(
             num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8, num_attention_heads=1
         )
-        return setup.choose_fused(load_config(path, overrides), "unused", own, world)
+        return choices.choose_fused(load_config(path, overrides), "unused", own, world)
 
     return chosen
 

@@ -13,6 +13,7 @@ from torchtrain.checkpoint.identity import (
 from torchtrain.checkpoint.manifest import versions
 from torchtrain.config import load_config
 from torchtrain.run.folder import RunFolder
+from torchtrain.run.record import Corpus, RunRecord
 from torchtrain.tests.checkpoint_fixtures import IDENTITY, LAYOUT, make_strategy, save
 from torchtrain.tests.tiny import refused
 
@@ -107,7 +108,22 @@ def test_a_relative_path_resumed_from_elsewhere_says_where_it_is(
         RunFolder(tmp_path / "run"),
     )
     monkeypatch.chdir(began)
-    with folder.create(config, {"identity": {}}, replace=False):
+    corpus = Corpus(domains=[], sources=[], made_of=None, dropped_tokens=0, copies=0, copies_moved=0)
+    record = RunRecord(
+        config={},
+        device="cpu",
+        engine="sdpa",
+        engine_measured="",
+        activation_checkpointing=False,
+        fused="none",
+        processes=1,
+        steps=1,
+        identity={},
+        model_origin={},
+        corpus_fingerprint="",
+        corpus=corpus,
+    )
+    with folder.create(config, record, replace=False):
         folder.check_places(config)
     monkeypatch.chdir(other)
     advice = f", or give {field}={began / place}" if free else ""
