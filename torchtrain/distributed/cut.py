@@ -21,11 +21,7 @@ from torchtrain.distributed.zero import deepspeed_config, import_deepspeed
 
 
 class Cutter:
-    """Cuts parameters up as DeepSpeed's engine for ZeRO 3 does, before the engine exists.
-
-    config: with `distributed.zero_stage` 3.
-    world: joined.
-    """
+    """Cuts parameters up as DeepSpeed's engine for ZeRO 3 does, before the engine exists."""
 
     def __init__(self, config: Config, world: World) -> None:
         self.world = world

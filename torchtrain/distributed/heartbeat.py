@@ -32,12 +32,8 @@ def heartbeat(rank: int, size: int) -> Iterator[None]:
     """Send signs of life from this rank, and watch the next rank, while the block runs.
 
     A rank that finds the next one lost prints a line and exits with code 1. A rank that another rank's fault stops
-    exits in silence. A rank that ends by an exception reports it to the others first.
-
-    rank: of this process.
-    size: the number of processes; with one, nothing happens.
-    Raises OtherRankFailed: in place of `RankLost`, where another rank prints the reason.
-    Raises Terminated: as the block raised it, without its message where another rank prints the reason.
+    exits in silence. A rank that ends by an exception reports it to the others first. Raises OtherRankFailed in place
+    of `RankLost`, and Terminated without its message, where another rank prints the reason.
     """
     if size == 1:
         yield

@@ -26,15 +26,10 @@ _MATRICES = 32_768  # a token's matrix products take about as long as causal att
 
 
 def assign_rows(first: int, count: int, micro_batch: int, world: World) -> list[range]:
-    """Return the numbers of this rank's rows of a step, one range for each micro-batch.
+    """Return the numbers of this rank's rows of a step, one range of `micro_batch` rows for each forward.
 
     Data-parallel groups take micro-batches in turn, so a step has the same rows for every number of ranks. The ranks of
-    one group take the same rows.
-
-    first: number of the step's first row.
-    count: rows of the step, a multiple of micro_batch x data-parallel groups.
-    micro_batch: rows of one forward.
-    world: of this rank.
+    one group take the same rows. The step's `count` rows from `first` on are a multiple of micro_batch x groups.
     """
     starts = range(first, first + count, micro_batch)[world.data_rank :: world.data_parallel]
     return [range(start, start + micro_batch) for start in starts]

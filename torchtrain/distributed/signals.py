@@ -54,11 +54,7 @@ def ignore_signals() -> Iterator[None]:
 
 
 def exit_on_signal(rank: int, address: str) -> AbstractContextManager[None]:
-    """Exit at once, with one line, when SIGTERM or Ctrl-C comes while the processes of a run connect.
-
-    rank: of this process.
-    address: where the processes connect, for the line.
-    """
+    """Exit at once, with one line that names rank and address, when SIGTERM or Ctrl-C comes while processes connect."""
 
     def handle(number: int) -> None:
         if number in SIGNALS:

@@ -54,13 +54,10 @@ class SequenceParallelOnly:
 def split_attention(
     model: "PreTrainedModel", engine: str, micro_batch: int, world: World
 ) -> SequenceParallelOnly | None:
-    """Make the model's attention exchange tokens for heads. Call it once in a process.
+    """Make the model's attention exchange tokens for heads; return the `mpu` of `deepspeed.initialize`.
 
-    model: loaded with the engine's attention implementation.
-    engine: what `torchtrain.attention.resolve_engine` returned.
-    micro_batch: rows of every forward, also of evaluation.
-    world: nothing happens if its `sequence_parallel` is 1.
-    Returns the `mpu` of `deepspeed.initialize`.
+    Call it once in a process. Nothing happens if `world.sequence_parallel` is 1. Every forward, also of evaluation, has
+    `micro_batch` rows.
     """
     if world.sequence_parallel == 1:
         return None
@@ -87,10 +84,7 @@ def split_attention(
 def _pass_windows_and_sinks(name: str, local_attention: Callable[..., Any], ranks: int, rank: int) -> None:
     """Pass attention what DeepSpeed leaves out: the layer's window, and the sinks of this rank's heads.
 
-    name: of the attention implementation.
-    local_attention: its function without the exchange, for ranks that hold whole documents.
-    ranks: the number of ranks that share a row.
-    rank: the number of this one among them.
+    local_attention: the function of `name` without the exchange, for ranks that hold whole documents.
     """
     from transformers import AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

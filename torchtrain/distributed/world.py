@@ -181,7 +181,6 @@ def join(distributed: DistributedConfig, for_threads: bool = False) -> Iterator[
     The backend is NCCL where there is CUDA (one GPU for each process), gloo anywhere else. On CUDA the allocator gets
     `expandable_segments`, which leaves fewer gaps, unless the environment already configures the allocator.
 
-    distributed: how the run is spread.
     for_threads: whether `World.for_threads` will be called.
     Raises UserError: more processes on this machine than GPUs, or the processes cannot connect.
     Raises RankLost: a collective failed because another process is gone.

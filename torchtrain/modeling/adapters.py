@@ -39,10 +39,8 @@ _PREFIX = "base_model.model."  # of names in PEFT's files
 def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> None:
     """Freeze a model's weights, add adapters to its linear layers, and unfreeze the modules in `also_train`.
 
-    model: its weights may be cut up; those of adapters are whole.
-    lora: which, of what rank.
-    seed: draws A, alike on every device and rank.
-    Raises UserError: PEFT is not installed, or refuses; or the settings name what the model has not, or the same twice.
+    The seed draws A, alike on every device and rank. Raises UserError: PEFT is not installed, or refuses; or the
+    settings name what the model has not, or the same twice.
     """
     try:
         from peft import inject_adapter_in_model
@@ -96,12 +94,10 @@ def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> Non
 
 
 def split_off(model: "PreTrainedModel", weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Take a state dict of a model with adapters apart.
+    """Take apart the whole state dict of a model with adapters; it is emptied, so that nothing lies there twice.
 
-    model: that was given adapters.
-    weights: its state dict, whole; emptied, so that nothing lies there twice.
     Returns the weights of a model without adapters, W + (alpha / rank) B A, computed in float32 (or a wider dtype) and
-        rounded to W's dtype once; and what PEFT's file holds: A, B and what else was trained, as they are.
+    rounded to W's dtype once; and what PEFT's file holds: A, B and what else was trained, as they are.
     """
     layers: dict[str, Any] = {name: module for name, module in model.named_modules() if _has_adapter(module)}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
@@ -126,13 +122,9 @@ def split_off(model: "PreTrainedModel", weights: dict[str, Tensor]) -> tuple[dic
 def save_adapter(
     model: "PreTrainedModel", lora: LoraSettings, base: str, adapter: dict[str, Tensor], folder: Path
 ) -> None:
-    """Write an adapter as `peft.PeftModel.from_pretrained` reads it.
+    """Write the adapter of `split_off` as `peft.PeftModel.from_pretrained` reads it, into a new folder.
 
-    model: that has it.
-    lora: as it was added.
     base: what `base_model_name_or_path` says: a hub id or a folder.
-    adapter: of `split_off`.
-    folder: made.
     Raises OSError: it cannot be written.
     """
     from safetensors.torch import save_file

@@ -40,8 +40,6 @@ _MARK = "_anchorline_chunked"
 def chunk_layers(model: nn.Module, tokens: int, most: int | None = None) -> None:
     """Make norms and MLPs of a model run for at most `tokens` tokens at a time, and again in the backward pass.
 
-    model: any causal language model.
-    tokens: of a chunk.
     most: how many chunks are computed; default: all. With shapes only, a few chunks show what all of them hold.
     Raises UserError: a layer has an MLP or a norm of another kind.
     """

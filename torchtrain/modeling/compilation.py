@@ -49,9 +49,7 @@ def check_compiler(device: torch.device) -> None:
 def compile_layers(model: "PreTrainedModel", recomputation: Recomputation) -> None:
     """Make a model's decoder layers run compiled while it trains. Nothing is compiled before its first step.
 
-    model: its layers are set up for recomputation in the backward pass (`load_for_training` does so).
-    recomputation: what of them is computed again, in memory of the device.
-    Raises UserError: none of its modules hands a layer's forward over.
+    Its layers are set up for recomputation already. Raises UserError: none of its modules hands a layer's forward over.
     """
     layers = layers_of(model)
     if not layers:

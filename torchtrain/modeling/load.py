@@ -55,10 +55,7 @@ def load_for_training(
 ) -> "PreTrainedModel":
     """Load a model in training mode with this config and attention engine, and check what training relies on.
 
-    source: what `resolve_source` returned.
-    config: what `torchtrain.modeling.rope.extend` returned.
-    model: dtype, rotation, rounding, fusion, activation checkpointing, chunks of layers and adapters.
-    engine: what `torchtrain.attention.resolve_engine` returned.
+    source, config, engine: what `resolve_source`, `rope.extend` and `resolve_engine` returned.
     cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
     seed: draws adapters.
     Raises UserError: weights missing, cut off, of another shape or not finite, an adapter beside them, attention that
@@ -122,17 +119,12 @@ def load_for_evaluation(
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
-    """Load a model in evaluation mode, such as a run's export, with transformers' own attention and a KV cache.
+    """Load a model of a folder in evaluation mode, with transformers' own attention (sdpa or eager) and a KV cache.
 
     None of training's checks is made: a window, capped logits or dropout are as good here as anything that transformers
-    runs.
+    runs. Defaults: the dtype that was saved, the CPU.
 
-    folder: what `resolve_source` returned; an exported folder.
-    attention: transformers' implementation.
-    dtype: of weights and activations; default: the one that was saved.
-    device: where to; default: the CPU.
     device_map: put layers on several devices instead, as transformers and accelerate understand it.
-    trust_remote_code: whether code of the model may run.
     Raises UserError: another attention; a device map without accelerate or room; no causal language model, or an
         adapter beside it; or weights missing, cut off, of another shape or not finite.
     """

@@ -52,10 +52,7 @@ def _check_device(name: str, place: int | str) -> None:
 
 
 def check_covers(model: nn.Module, device_map: dict[str, int | str]) -> None:
-    """Check that a map by module places every weight once. accelerate is silent about a weight that it does not move.
-
-    model: its modules and weights, be they on `meta`.
-    device_map: the map.
+    """Check that a map by module places every weight once: accelerate is silent about a weight that it does not move.
     Raises UserError: a name is no module's, or a weight lies under no name or under two.
     """
     modules = {name for name, _ in model.named_modules()}

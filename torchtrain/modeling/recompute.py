@@ -56,12 +56,10 @@ KERNELS = frozenset(
 
 
 def save_memory(model: "PreTrainedModel", settings: ModelConfig, most: int | None = None) -> None:
-    """Set up activation checkpointing, what it keeps and where, and chunks of layers. `auto` counts as true.
+    """Set up activation checkpointing, what it keeps and where, and chunks of layers (`most` as in `chunk_layers`).
 
-    model: any causal language model.
-    settings: `activation_checkpointing` and `layer_chunk` count.
-    most: as `chunk_layers`.
-    Raises UserError: the model has layers that `model.layer_chunk` does not know, or that cannot be recomputed.
+    `auto` counts as true. Raises UserError: the model has layers that `model.layer_chunk` does not know, or that cannot
+    be recomputed.
     """
     if settings.layer_chunk is not None:
         chunk_layers(model, settings.layer_chunk, most)
@@ -213,11 +211,8 @@ class HostMemory:
         self._free: list[Tensor] = []
 
     def checkpoint(self, layer: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-        """Run a layer and keep its input alone, on the host; in its backward pass it is computed again.
-
-        layer: as `torch.utils.checkpoint.checkpoint` takes it.
-        x: what it takes first, the output of another layer.
-        *args: what else it takes, which is kept where it is.
+        """Run a layer, as `torch.utils.checkpoint.checkpoint` takes it, and keep its input x alone, on the host; in its
+        backward pass it is computed again. What else the layer takes is kept where it is.
         """
         if not torch.is_grad_enabled():
             return layer(x, *args)

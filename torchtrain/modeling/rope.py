@@ -133,9 +133,8 @@ def _of_whole_rows(tables: dict[str | None, dict[str, Any]]) -> dict[str | None,
 
 
 def find_fault(table: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with RoPE's parameters in a config, in words: the first that is no number in its range.
-
-    table: `rope_parameters` or `rope_scaling`; of layers of one type, where they differ by type.
+    """Return what is wrong with RoPE's parameters (`rope_parameters` or `rope_scaling`, or one layer type's part) in a
+    config, in words: the first that is no number in its range.
     """
     for name, value in table.items():
         if name in ("rope_type", "type"):
@@ -185,12 +184,8 @@ def check_resets(config: "PretrainedConfig", length: int, variant: str) -> None:
     """Refuse RoPE that depends on the batch, for rows whose positions restart in each document.
 
     transformers' longrope takes the long factors if the largest position of the batch is beyond the original length,
-    else the short ones. Rows whose positions run through reach the last one, so there it is always the same.
-
-    config: what `extend` returned.
-    length: tokens of a row.
-    variant: of the rows, for the message.
-    Raises UserError: longrope, and rows longer than the original length.
+    else the short ones. Rows whose positions run through reach the last one, so there it is always the same. Raises
+    UserError: longrope, and rows longer than the original length.
     """
     own = parameters_of(config) or {}
     if own.get("rope_type") == "longrope" and length > own[_ORIGINAL]:
@@ -202,10 +197,8 @@ def check_resets(config: "PretrainedConfig", length: int, variant: str) -> None:
 
 
 def describe(config: "PretrainedConfig", before: "PretrainedConfig | None" = None) -> str:
-    """Return one line on a config's RoPE: type, theta and what a reader must know of training with it.
-
-    config: what `extend` returned.
-    before: what it was given; then the line says what has changed.
+    """Return one line on an extended config's RoPE: type, theta and what a reader must know of training with it; with
+    the config before, what has changed.
     """
     own = parameters_of(config)
     if not own:

@@ -63,10 +63,8 @@ def _round_output(_module: nn.Module, _inputs: Any, x: Tensor, bits: int) -> Ten
 
 @torch.no_grad()
 def check_rotation(model: Any) -> None:
-    """Check on a few tokens that attention gets queries and keys in float32.
-
-    model: a causal language model of transformers under `anchor`.
-    Raises UserError: a layer gets them in another dtype.
+    """Check on a few tokens that attention under `anchor` gets queries and keys in float32. Raises UserError: a layer
+    gets them in another dtype.
     """
     tokens = torch.arange(8, device=model.device)[None]
     batch = {"input_ids": tokens + 1, "position_ids": tokens, "document_ids": tokens // 4 + 1}

@@ -35,11 +35,8 @@ def save_folder(
     folder: Path,
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write a model and its tokenizer.
+    """Write a model as safetensors in its dtype, and its tokenizer with the model's length as `model_max_length`.
 
-    model: saved as safetensors, in its dtype.
-    tokenizer: saved with the model's length as `model_max_length`.
-    folder: made if it is not there.
     weights: the state dict, where the model does not hold it whole.
     Raises OSError: it cannot be written.
     """

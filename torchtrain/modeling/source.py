@@ -99,9 +99,7 @@ def resolve_source(
 def check_source(source: str, field: str = "model.source") -> None:
     """Refuse what `resolve_source` refuses, as far as that needs neither weights from a hub nor torch's imports.
 
-    source: as the user gave it.
-    field: opens messages.
-    Raises UserError: see `resolve_source`.
+    `field` opens messages.
     """
     here = os.path.exists(os.path.expanduser(source))
     if source != SMOLLM2 and (here or not hub.is_id(source) or hub.find_cached(source, hub.CONFIGS) is None):
@@ -116,12 +114,8 @@ def check_source(source: str, field: str = "model.source") -> None:
 
 
 def check_kept_length(source: str, rope: RopeConfig, length: int) -> None:
-    """Refuse a length that the `rope` section does nothing for, by the model's config.json alone.
-
-    source: `model.source`, after `check_source`.
-    rope: the settings.
-    length: `pack.sequence_length`.
-    Raises UserError: the model holds less, and RoPE is kept. What more there is to check, `extend` does.
+    """Refuse a `length` (`pack.sequence_length`) that the `rope` section does nothing for, by the model's config.json
+    alone. Raises UserError: the model holds less, and RoPE is kept. What more there is to check, `extend` does.
     """
     file = Path(source).expanduser() / "config.json"
     if rope != RopeConfig() or not file.is_file():
@@ -135,11 +129,7 @@ def check_kept_length(source: str, rope: RopeConfig, length: int) -> None:
 
 def check_no_adapter(source: str, folder: str | Path) -> None:
     """Refuse an adapter beside a model: where peft is installed transformers would put it into the model unasked, and
-    save it in the model's place.
-
-    source: as the user gave it.
-    folder: what `resolve_source` returns for it.
-    Raises UserError: the folder has an `adapter_config.json`.
+    save it in the model's place. Raises UserError: the folder has an `adapter_config.json`.
     """
     if os.path.lexists(Path(folder) / _ADAPTER):
         raise UserError(
@@ -194,11 +184,8 @@ def read_by_library(source: str, what: str, trust_remote_code: bool = False) -> 
 
 
 def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConfig":
-    """Read a model's config, without its weights.
-
-    source: what `resolve_source` returned.
-    trust_remote_code: whether code of the model may run (`model.trust_remote_code`).
-    Raises UserError: it cannot be read, or it is not a causal language model's that transformers knows.
+    """Read a resolved model's config, without its weights. Raises UserError: it cannot be read, or it is not a causal
+    language model's that transformers knows.
     """
     import torch
     from transformers import AutoConfig, GenerationConfig
@@ -287,12 +274,7 @@ def _check_sizes(source: str, config: "PretrainedConfig") -> None:
 
 
 def open_tokenizer(source: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerFast":
-    """Read a model's tokenizer.
-
-    source: what `resolve_source` returned.
-    trust_remote_code: whether code of the model may run (`model.trust_remote_code`).
-    Raises UserError: it cannot be read, or it is a slow one.
-    """
+    """Read a resolved model's tokenizer. Raises UserError: it cannot be read, or it is a slow one."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:

@@ -143,11 +143,9 @@ _TIMING = {"step": _Speed, "save": _OfStep, "begin": _Begin}
 
 
 def read_metrics(path: Path, last: int | None = None) -> list[dict[str, Any]]:
-    """Return the events of a `metrics.jsonl` or `timing.jsonl` in order, without an incomplete last line.
+    """Return the events of a `metrics.jsonl` or `timing.jsonl` in order, without an incomplete last line; none without
+    a file.
 
-    A file that does not exist has no events.
-
-    path: the file.
     last: read no more than the first line and about so many last ones, which takes the same time of any length.
     Raises UserError: the file cannot be read, or a line is damaged; the message names file and line.
     """

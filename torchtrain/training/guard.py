@@ -17,12 +17,9 @@ WINDOW = 16
 
 
 class Guard:
-    """Finds bad steps before they update the weights, writes their rows to a file, and counts them.
+    """Finds bad steps before they update the weights, writes their rows to a file each in `folder` (on the rank that
+    `writes`), and counts them.
 
-    train: with `skip_bad_steps` and `loss_spike`.
-    rows: the training rows.
-    folder: for one file of each bad step.
-    writes: whether this rank writes the files.
     skipped: the number of steps left out so far.
     recent: losses of the last steps, the oldest first.
     """
@@ -65,13 +62,8 @@ class Guard:
             self.recent.append(loss)
 
     def leave_out(self, step: int, fault: str, values: Mapping[str, Any]) -> None:
-        """Record a bad step, which updated no weights.
-
-        step: its number, from 1.
-        fault: what is wrong.
-        values: more fields for the file.
-        Raises UserError: more bad steps than `skip_bad_steps`, on all ranks alike.
-        Raises OSError: the file cannot be written.
+        """Record a bad step (from 1), which updated no weights, with its fault and more values for the file. Raises
+        UserError: more bad steps than `skip_bad_steps`, on all ranks alike. Raises OSError: the file cannot be written.
         """
         path = self._folder / f"step-{step:08d}.json"
         if self._writes:

@@ -60,15 +60,11 @@ def measure_held_out(
     strategy: Strategy | None = None,
     micro_batch: int = 1,
 ) -> HeldOut:
-    """Add the losses of rows to `result` and return it. The model is left in training mode.
+    """Add the losses of rows, arrays [T] by name, to an empty `result` and return it. The model stays in training mode.
 
-    model: to evaluate.
-    rows: arrays [T] by name, as from `PackedRows`.
-    result: an empty `HeldOut`.
     chunk: tokens whose logits exist at one time; None: `default_chunk`.
     on_row: called with the loss so far, as text, after each micro-batch.
     strategy: runs the model; default: on this process alone.
-    micro_batch: rows of one forward.
     """
     strategy = strategy or Replicated(model, None, World(device=model.device))
     world = strategy.world
