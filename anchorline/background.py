@@ -9,12 +9,9 @@ _Made = TypeVar("_Made")
 
 
 def in_background(work: Callable[[], _Made], name: str) -> Callable[[], _Made]:
-    """Begin work in a thread, and return what waits for its result and raises what it raised.
+    """Begin work in a thread of this name, and return what waits for its result and raises what it raised.
 
     The thread is a daemon: an interrupted program does not wait until a hundred gigabytes are read.
-
-    work: called once.
-    name: of the thread.
     """
     made: Future[_Made] = Future()
 

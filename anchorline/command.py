@@ -66,12 +66,7 @@ class Commands(_Ends, TyperGroup):
 
 
 def make_app(name: str, about: str, begin: Callable[[], None] = lambda: None) -> typer.Typer:
-    """Make a command; add its verbs with `@app.command()`.
-
-    name: of the command.
-    about: the help text.
-    begin: called before a verb runs.
-    """
+    """Make a command with its help text; add its verbs with `@app.command()`. `begin` is called before a verb runs."""
     app = typer.Typer(
         name=name,
         cls=Commands,

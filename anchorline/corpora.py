@@ -38,9 +38,7 @@ _OTHERS = {"test", "tests", "idle_test", "lib2to3", "encodings", "site-packages"
 def documents(name: Name, field: str) -> Iterator[Document]:
     """Yield (where it comes from, text) for every document of a text, in an order that never changes.
 
-    name: the text's name.
-    field: opens the message: the setting that asks for the text.
-    Raises UserError: the package that carries the text is not installed.
+    `field` opens the message. Raises UserError: the package that carries the text is not installed.
     """
     if name == "speeches":
         return _speeches(field)
@@ -52,12 +50,7 @@ def documents(name: Name, field: str) -> Iterator[Document]:
 
 
 def identity(name: Name, field: str) -> str:
-    """Return what a text depends on: the version of its package, or of the running Python.
-
-    name: the text's name.
-    field: opens the message, as in `documents`.
-    Raises UserError: the package that carries the text is not installed.
-    """
+    """Return what a text depends on: the version of its package, or of the running Python. Raises as `documents`."""
     if name not in _PACKAGES:
         return f"{sys.platform} {sys.version}"
     if (number := version(_PACKAGES[name])) is None:

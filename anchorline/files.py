@@ -52,13 +52,10 @@ def expand(path: str | Path) -> Path:
 
 
 def resolve(field: str, path: str | Path) -> Path:
-    """Return a folder of the user's as an absolute path without links and `..`.
+    """Return a folder of the user's as an absolute path without links and `..`; messages name the field.
 
-    `a/../b` is `b` even where there is no `a`. Making folders later cannot change what the path means.
-
-    field: what the message names, such as `run.folder`.
-    path: what the user wrote.
-    Raises UserError: no folder can have this path, it leads through a link to nothing, or the system gives an error.
+    `a/../b` is `b` even where there is no `a`. Making folders later cannot change what the path means. Raises
+    UserError: no folder can have this path, it leads through a link to nothing, or the system gives an error.
     """
     opening = f"{field} {quoted(str(path))}" if field else quoted(Path(path))
     try:
@@ -131,12 +128,8 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, what: str = "", most: int = MOST_JSON) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
-
-    path: the file.
-    what: opens the message, such as the setting that names the file.
-    most: bytes that are read.
-    Raises UserError: it cannot be read, or is not a JSON object: one line that names it.
+    """Read a file of at most `most` bytes that holds one JSON object. Raises UserError, which opens with `what`: it
+    cannot be read, or is not a JSON object.
     """
     opening = f"{what}: {quoted(path)}" if what else quoted(path)
     try:
@@ -221,12 +214,8 @@ def entries_of(folder: Path) -> dict[str, FileEntry]:
 
 
 def differs(path: Path, entry: FileEntry, whole: bool = True) -> str | None:
-    """Return in words how a file differs from its entry, or None.
-
-    path: the file.
-    entry: its size and digest as they were written down.
-    whole: compare the content too, and not only the size.
-    Raises OSError: it cannot be read.
+    """Return in words how a file differs from its entry, in size or, if `whole`, in content; or None. Raises OSError:
+    it cannot be read.
     """
     if path.is_symlink() or not path.is_file():
         return "is missing"
@@ -304,14 +293,10 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(folder: Path, names: Iterable[str]) -> bool:
-    """Remove files of a folder, then the folders that are empty without them, if the system allows it.
+    """Remove files of a folder by their paths in it, then the folders that are empty without them; return whether the
+    folder is gone.
 
-    Nothing else is removed, and nothing behind a link.
-
-    folder: where they are.
-    names: their paths from there, and those of folders that go if they are empty. One may be missing.
-    Returns whether the folder is gone.
-    Raises OSError: what the system says.
+    Nothing else is removed, and nothing behind a link. One of the names may be missing. Raises OSError.
     """
     names = sorted(names)
     if folder.is_symlink():

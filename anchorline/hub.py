@@ -32,8 +32,7 @@ def find_model(source: str, field: str, patterns: Sequence[str], say: Callable[[
     patterns: of the files that are needed.
     say: takes a line when the hub is asked, and when its cache is used because it did not answer.
     Raises UserError: neither a folder with a config.json nor an id, or an id that the hub does not know; without the
-        model
-    Raises in the cache, no answer within `ANSWER_SECONDS` or a download that fails.
+        model in the cache, no answer within `ANSWER_SECONDS` or a download that fails.
     """
     folder, looked = os.path.expanduser(source), f"{field} {quoted(source)}: no folder with a config.json here"
     if os.path.isfile(os.path.join(folder, "config.json")):

@@ -21,11 +21,7 @@ class MarkedPlace(NamedTuple):
         return text.count(self.begin) == text.count(self.end) == 1 and text.index(self.begin) < text.index(self.end)
 
     def put(self, text: str, content: str) -> str:
-        """Return a file's text with other content in this place.
-
-        text: which has the place.
-        content: Markdown; empty lines around it do not count.
-        """
+        """Return a file's text with other Markdown in this place; empty lines around it do not count."""
         assert self.within(text), "the caller checks that the file has the place"
         before, _, rest = text.partition(self.begin)
         between = content.strip("\n")

@@ -35,12 +35,7 @@ def figure_style(name: str) -> dict[Any, Any]:
 
 
 def draw_svg(name: str, put: Callable[[Any], None], size: tuple[float, float] = (6.4, 3.4)) -> str:
-    """Return a drawing as SVG in the look of all figures.
-
-    name: of the figure, as `figure_style` takes it.
-    put: draws on a figure of matplotlib.
-    size: inches.
-    """
+    """Return a drawing as SVG in the look of all figures, its size in inches; `put` draws on a figure of matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 

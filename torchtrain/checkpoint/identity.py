@@ -34,10 +34,8 @@ _ABSENT = "nothing"
 
 
 def check_config(was: Mapping[str, Any], config: Config) -> None:
-    """Check that only settings in `FREE` have changed.
+    """Check that only settings in `FREE` have changed between two resolved configs, at the beginning (as JSON) and now.
 
-    was: the resolved config with which the run began, as JSON.
-    config: the resolved config with which it resumes.
     Raises UserError: another setting has changed: names it with its old and new value; or `was` is not a config.
     """
     before = validate(Config, dict(was), "the run's config")
@@ -47,10 +45,8 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
 
 
 def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Check that a run resumes with its model, tokenizer and data.
+    """Check that a run resumes with its model, tokenizer and data; the identity now may lack parts that are not known.
 
-    was: the identity with which the run began.
-    identity: the identity now; it may lack parts that are not known yet.
     Raises UserError: a part has changed: names it with its old and new value.
     """
     for part, advice in (
@@ -75,10 +71,7 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
 
 
 def describe_changes(manifest: Manifest, layout: ProcessLayout) -> str:
-    """Return, in words, the changes since a checkpoint that move last digits; empty if there is none.
-
-    layout: with which the run resumes.
-    """
+    """Return, in words, the changes since a checkpoint that move last digits; empty if there is none."""
     was, now = ({**one.model_dump(), **of} for one, of in ((manifest.layout, manifest.versions), (layout, versions())))
     return ", ".join(f"{name} {then} then, {here} now" for name, then, here in differences(was, now))
 
