@@ -24,6 +24,7 @@ SHORT = [
     for name, layout in LAYOUTS.items()
     if not name.startswith(("off_blocks", "one_long")) and layout.adds <= {"window"}
 ]
+FEW = ["anchor", "rows_of_every_kind", "sliced"]
 LAYERS = [name for name, layout in LAYOUTS.items() if layout.adds]
 
 
@@ -61,15 +62,24 @@ RIGHT = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
+
 @pytest.mark.parametrize("kind", RIGHT)
 def test_a_right_function_passes(kind):
     fn, adapter = RIGHT[kind]
-    layouts = SHORT if kind == next(iter(RIGHT)) else ["anchor", "rows_of_every_kind", "another_scale", "sliced"]
-    result = check_attention(fn, layouts=layouts, adapter=adapter, heads=[(4, 2)], dtypes=["float32"])
+    result = check_attention(fn, layouts=FEW, adapter=adapter, heads=[(4, 2)], dtypes=["float32"])
     assert result.passed, result.explain()
     assert "what is invisible has exactly no effect" in result.explain()
     # Some take no scale, and arrays of JAX have no strides.
     assert {case.not_run for case in result.cases} <= {None, "takes no scale", "takes no window", "lacks strides"}
+
+
+@pytest.mark.sweep  # half a minute of compiling
+def test_a_right_function_passes_on_every_short_layout():
+    result = check_attention(right, layouts=SHORT, heads=[(4, 2)], dtypes=["float32"])
+    assert result.passed, result.explain()
+    assert {case.not_run for case in result.cases} <= {None, "takes no window"}
 
 
 def layered(q: Tensor, k, v, document_ids, sliding_window=None, keep_anchor=False, softcap=None, sinks=None):
@@ -114,9 +124,8 @@ def test_torch_varlen_needs_no_adapter():
     """Packed tensors, lengths and the anchor's rows from the plan; the log-sum-exp [H, N] is asked for by a wrapper."""
     from torch.nn.attention.varlen import varlen_attn
 
-    layouts = [name for name in SHORT if name != "many_documents"]  # the stand-in loops over documents
     with FlashOnCPU():
-        result = check_attention(varlen_attn, layouts=layouts, dtypes=["bfloat16"], heads=[(4, 2)])
+        result = check_attention(varlen_attn, layouts=FEW, dtypes=["bfloat16"], heads=[(4, 2)])
         no_anchor = check_attention(
             _with_one_set_of_lengths, layouts=["intra", "anchor"], dtypes=["bfloat16"], heads=[(4, 2)]
         )

@@ -12,6 +12,8 @@ from parity_tests.check import attention, check_attention, declare
 from parity_tests.tests.attention_by_hand import right, softmax_attention
 from torchtrain.attention import visible_BTT
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 
 def _by_logits(probabilities):
     """Attention whose probabilities are `probabilities(logits, mask)`, each [B, H, T, T]."""
