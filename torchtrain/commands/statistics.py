@@ -70,14 +70,10 @@ def make_table(statistics: StoreStatistics) -> Table:
 def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) -> None:
     """Make the store of a preparation in a folder, and print its statistics.
 
-    Args:
-        preparation: the sources, the tokenizer, and how the work is spread.
-        out: the store's folder.
-        dry_run: print Slurm's script and write nothing.
-
-    Raises:
-        UserError: as `torchtrain.data.prepare_store`.
-        TasksUnfinished: a worker was killed.
+    out: the store's folder.
+    dry_run: print Slurm's script and write nothing.
+    Raises UserError: as `torchtrain.data.prepare_store`.
+    Raises TasksUnfinished: a worker was killed.
     """
     console = Console(stderr=True)
 
