@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 STUDENT = {3: 4.302653, 8: 2.364624}  # 97.5% points, by the number of values
 BF16 = ("hf_eager_bf16", "flash_bf16", "paper_bf16")
 

@@ -83,10 +83,10 @@ def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
     head = ["arithmetic", "mask", "seeds", *(f"at {distance}" for distance in distances), "mean", "without BOS", "sink"]
     yield from _table(head, [_cell(measured, cell, len(distances)) for cell in _cells(experiment, measured)])
     yield ""
-    head, rows = ["contrast", "in rows without BOS"], []
+    head, rows = ["contrast", "in rows without BOS", "read without rounding (not registered)"], []
     for contrast in experiment.contrasts:
-        effect = estimate(table_of(contrast, measured, "no_bos"), experiment.level)
-        rows.append([contrast.question, "-" if effect is None else str(effect)])
+        effects = [estimate(table_of(contrast, measured, rows_of), experiment.level) for rows_of in ("no_bos", "exact")]
+        rows.append([contrast.question, *("-" if effect is None else str(effect) for effect in effects)])
     yield from _table(head, rows)
     yield ""
     head = ["bits", "logits' error, rounded before RoPE", "after RoPE", "probabilities moved, before", "after"]
