@@ -28,7 +28,7 @@ CEILINGS = {
     "lines of tests' code": 22_350,
     "lines of source": 45_700,
     "lines of tests": 29_000,
-    "words of docs": 34_600,
+    "words of docs": 31_500,
     "settings without description": 0,
 }
 
