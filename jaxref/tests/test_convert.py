@@ -4,36 +4,26 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxref.cli import app
 from jaxref.model import to_arrays
 from jaxref.optim import adamw
 from jaxref.storage import checkpoint as module
 from jaxref.storage.checkpoint import FILES, restore, save
 from jaxref.storage.weights import load_hf, save_hf
 from jaxref.tests.decoders import tiny
+from jaxref.tests.test_cli import jaxref  # noqa: F401
 from jaxref.tests.test_weights import assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 
 @pytest.fixture
-def convert(monkeypatch, capsys):
-    """Runs `jaxref convert ...` in this process; returns (exit code, standard output, standard error)."""
-
-    def run(*arguments) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["jaxref", "convert", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            app()
-        out, err = capsys.readouterr()
-        return exit_.value.code or 0, out, err
-
-    return run
+def convert(jaxref):  # noqa: F811
+    return lambda *arguments: jaxref("convert", *map(str, arguments))
 
 
 @pytest.fixture(scope="module")
