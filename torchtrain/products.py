@@ -10,7 +10,7 @@ Legend: n tokens · I, O input and output width of a layer.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +23,7 @@ FACTOR = 2.0  # bfloat16 must be so many times slower: a wide gap, so that a mac
 _N, _I, _O = 128, 512, 512  # of the products that are measured
 _TURNS = 3  # the fastest counts
 _SLICE = 2**24  # elements of a weight that are in float32 at one time
+_MADE, _COLUMNS = 2**21, 4096  # elements of a result, and its columns: a cache holds them until they are rounded
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,18 @@ def _rate(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> 
         product(a, b)
         seconds.append(time.thread_time() - started)
     return 2 * _N * _I * _O / min(seconds) / 1e9
+
+
+def measure_speed(dtype: torch.dtype, size: int = 1024) -> float:
+    """Return the FLOP/s of a square product as a model of this dtype multiplies on this CPU, with all threads."""
+    x = torch.ones(size, size, dtype=dtype, device="cpu")
+    seconds = []
+    with torch.no_grad():
+        for _ in range(1 + _TURNS):
+            started = time.perf_counter()
+            multiply(x, x)
+            seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds)
 
 
 @cache
@@ -104,6 +117,11 @@ class LinearInFloat32(nn.Linear):
         """Return input W^T + bias."""
         return _Linear.apply(input, self.weight, self.bias)  # type: ignore[return-value]
 
+    def widened(self, input_nI: Tensor) -> Tensor:
+        """Return the numbers of `forward` in float32, without a gradient."""
+        out_nO = input_nI.new_empty(len(input_nI), len(self.weight), dtype=torch.float32)
+        return _in_float32(input_nI, self.weight.t(), self.bias, out_nO)
+
 
 LINEAR = (nn.Linear, LinearInFloat32)  # types of a layer that computes x W^T + bias, and nothing else
 
@@ -119,16 +137,20 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a b of two matrices; of bfloat16 on a CPU that is slow at it, by float32, rounded once. No gradient.
 
     Args:
-        a: of b's dtype, or what `widen` made of it.
+        a: of b's dtype, or what `round_for_products` returned.
         b: a matrix.
         out: written to and returned, if it is given.
     """
     return _in_float32(a, b, out=out) if _is_slow(b) else torch.mm(a, b, out=out)
 
 
-def widen(x: Tensor) -> Tensor:
-    """Return what `multiply` makes of its first matrix, to make it once for several products."""
-    return x.float() if _is_slow(x) else x
+def round_for_products(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a float32 matrix rounded to dtype, as `multiply` takes it: there in float32, and x itself, overwritten."""
+    if not multiplies_in_float32(dtype, x.device):
+        return x.to(dtype)
+    for rows in _parts(len(x), _MADE // max(1, x.shape[1])):
+        x[rows] = x[rows].to(dtype)
+    return x
 
 
 def _is_slow(x: Tensor) -> bool:
@@ -136,21 +158,31 @@ def _is_slow(x: Tensor) -> bool:
 
 
 def _in_float32(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Return a b + bias in b's dtype, rounded once; a large b is converted a part of its columns or rows at a time."""
+    """Return a b + bias in b's dtype, rounded once; a large b is converted a part of its columns or rows at a time.
+
+    `out` may be of b's dtype, or float32, which then holds rounded numbers.
+    """
     out = b.new_empty(a.shape[0], b.shape[1]) if out is None else out
-    wide_a = a.float()
     if b.numel() <= _SLICE or b.shape[1] >= b.shape[0]:
-        columns = max(1, _SLICE // max(1, b.shape[0]))
-        for first in range(0, b.shape[1], columns):
-            some = slice(first, first + columns)
-            made = wide_a @ b[:, some].float()
-            out[:, some] = made if bias is None else made.add_(bias[some])
+        for columns in _parts(b.shape[1], min(_COLUMNS, _SLICE // max(1, b.shape[0]))):
+            wide_b = b[:, columns].float()
+            for rows in _parts(a.shape[0], _MADE // max(1, wide_b.shape[1])):
+                made = a[rows].float() @ wide_b
+                made = made if bias is None else made.add_(bias[columns])
+                out[rows, columns] = made if out.dtype == b.dtype else made.to(b.dtype)
         return out
+    wide_a = a.float()
     rows = max(1, _SLICE // b.shape[1])
     made = wide_a.new_zeros(a.shape[0], b.shape[1])
     for part_a, part_b in zip(wide_a.split(rows, 1), b.split(rows), strict=True):
         made.addmm_(part_a, part_b.float())
-    return out.copy_(made if bias is None else made.add_(bias))
+    return out.copy_((made if bias is None else made.add_(bias)).to(b.dtype))
+
+
+def _parts(length: int, most: int) -> Iterator[slice]:
+    """Cut a length into parts of equal size, at most so large."""
+    size = max(1, -(-length // max(1, -(-length // max(1, most)))))
+    return (slice(first, first + size) for first in range(0, length, size))
 
 
 class _Linear(torch.autograd.Function):

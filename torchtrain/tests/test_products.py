@@ -74,6 +74,7 @@ def test_the_measured_rates_choose_and_are_given_as_the_reason(rates, chosen, sa
 @pytest.mark.parametrize("biased", [False, True])
 def test_output_and_gradients_are_products_rounded_once(biased, part, slow, monkeypatch):
     monkeypatch.setattr(products, "_SLICE", part)
+    monkeypatch.setattr(products, "_MADE", part // 2)
     torch.manual_seed(0)
     shapes = (2, 96, 128), (160, 128), (2, 96, 160), (160,)
     x, weight, gradient, bias = map(torch.randn, shapes)
@@ -100,6 +101,34 @@ def test_a_rank_without_labels_gets_empty_logits_and_no_gradient(slow):
     made = products.linear(torch.zeros(0, 8, dtype=torch.bfloat16), weight)
     made.sum().backward()
     assert (made.shape, weight.grad.any().item()) == ((0, 5), False)
+
+
+class Head(products.LinearInFloat32):
+    """The loss takes it for a head that it does not know, and asks autograd for its gradients."""
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("made", "columns"), [(2**21, 4096), (4096, 4096), (3000, 56)])
+def test_the_heads_logits_come_out_in_float32_with_the_same_bits(made, columns, biased, slow, monkeypatch):
+    """A part at a time, too, in the loss and in both gradients."""
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(1, 70, 64).bfloat16(), find_labels(torch.randint(300, (1, 70)))
+    head = products.LinearInFloat32(64, 300, bias=biased, dtype=torch.bfloat16)
+    twin = Head(64, 300, bias=biased, dtype=torch.bfloat16)
+    twin.load_state_dict(head.state_dict())
+
+    def run(head):
+        x = hidden.clone().requires_grad_()
+        total, each = chunked_cross_entropy(head, x, labels, 32)
+        return [each, *torch.autograd.grad(total, [x, head.weight])]
+
+    expected = run(twin)
+    monkeypatch.setattr(products, "_MADE", made)
+    monkeypatch.setattr(products, "_COLUMNS", columns)
+    for got, want in zip(run(head), expected, strict=True):
+        assert torch.equal(got, want)
+    with torch.no_grad():
+        assert torch.equal(chunked_cross_entropy(head, hidden, labels, 32)[1], expected[0])
 
 
 @pytest.mark.parametrize("changes", [{}, {"layer_chunk": 16}, {"lora": LoraSettings(rank=2)}], ids=str)

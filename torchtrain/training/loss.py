@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtrain.modeling.head import AS_THEY_ARE, LogitRule
-from torchtrain.products import LINEAR, multiply, widen
+from torchtrain.products import LINEAR, LinearInFloat32, multiply, round_for_products
 from torchtrain.training.labels import Labels
 
 _ROWS = 8192  # rows of the head's gradient that are computed at a time on a CPU
@@ -68,43 +68,51 @@ def chunked_cross_entropy(
         total, losses_n = _SummedLoss.apply(head, hidden_nM, labels.labels_n, chunk, scale, rule, *weights)  # pyright: ignore[reportGeneralTypeIssues]
     else:
         parts = zip(hidden_nM.split(chunk), labels.labels_n.split(chunk), strict=True)
-        each_part = [
-            _losses(_writable(head.forward(part_nM), head), labels_n, scale, rule)[0] for part_nM, labels_n in parts
-        ]
-        losses_n = torch.cat(each_part)
+        losses_n = torch.cat(
+            [_losses(_logits(head, part_nM)[0], labels_n, None, rule)[0] for part_nM, labels_n in parts]
+        )
         total = losses_n.sum()
     each = losses_n.new_zeros(hidden.shape[:-1])
     each.view(-1).index_copy_(0, labels.index_n, losses_n.detach())
     return total, each
 
 
-def _losses(logits_nV: Tensor, labels_n: Tensor, scale: float, rule: LogitRule) -> tuple[Tensor, Tensor]:
-    """Return the losses [n], and `scale` times the gradient of the logits [n, V], which overwrites them."""
+def _losses(logits_nV: Tensor, labels_n: Tensor, scale: float | None, rule: LogitRule) -> tuple[Tensor, Tensor]:
+    """Return the losses [n], and `scale` times the gradient of the logits [n, V], which overwrites them.
+
+    Without a scale there is no gradient, and the logits are overwritten all the same.
+    """
     labels_n1 = labels_n[:, None]
     slope_nV, factor = None, rule.factor / rule.divisor
     if factor != 1:
         logits_nV = logits_nV.mul_(factor)
     if rule.cap is not None:
         share_nV = logits_nV.div_(rule.cap).tanh_()
-        slope_nV = 1 - share_nV.square()
+        slope_nV = None if scale is None else 1 - share_nV.square()
         logits_nV = share_nV.mul_(rule.cap)
     shifted_nV = logits_nV.sub_(logits_nV.amax(-1, keepdim=True))
     own_n1 = shifted_nV.gather(-1, labels_n1)
     exp_nV = shifted_nV.exp_()
     sum_n1 = exp_nV.sum(-1, keepdim=True)
+    losses_n = (sum_n1.log() - own_n1)[:, 0]
+    if scale is None:
+        return losses_n, exp_nV
     d_logits_nV = exp_nV.mul_(scale * factor / sum_n1)
     d_logits_nV.scatter_(-1, labels_n1, d_logits_nV.gather(-1, labels_n1) - scale * factor)
     if slope_nV is not None:
         d_logits_nV.mul_(slope_nV)
-    return (sum_n1.log() - own_n1)[:, 0], d_logits_nV
+    return losses_n, d_logits_nV
 
 
-def _writable(made_nV: Tensor, head: nn.Module) -> Tensor:
-    """Return a head's output in float32 or wider, in memory that may be overwritten."""
+def _logits(head: nn.Module, hidden_nM: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a head's output in float32 or wider, in memory that may be overwritten, and what autograd made of it."""
+    if type(head) is LinearInFloat32:
+        return head.widened(hidden_nM), None
+    made_nV = head.forward(hidden_nM)
     logits_nV = made_nV.detach().to(_at_least_float32(made_nV))
     # Another head may return its input or keep its output.
     shared = logits_nV.dtype == made_nV.dtype and type(head) not in LINEAR
-    return logits_nV.clone() if shared else logits_nV
+    return logits_nV.clone() if shared else logits_nV, made_nV if made_nV.requires_grad else None
 
 
 def _at_least_float32(x: Tensor) -> torch.dtype:
@@ -161,26 +169,27 @@ def _add_gradients(
     linear = type(head) in LINEAR  # its gradients are computed here, without autograd
     with torch.set_grad_enabled(not linear):
         hidden_nM = hidden_nM.detach().requires_grad_(d_hidden_nM is not None)
-        made_nV = head.forward(hidden_nM)
-    losses_n, d_logits_nV = _losses(_writable(made_nV, head), labels_n, scale, rule)
-    d_logits_nV = d_logits_nV.to(made_nV.dtype)
+        logits_nV, made_nV = _logits(head, hidden_nM)
+    losses_n, d_logits_nV = _losses(logits_nV, labels_n, scale, rule)
+    del logits_nV
     if not linear:
+        assert made_nV is not None
         asked = [*weights] if d_hidden_nM is None else [*weights, hidden_nM]
-        gradients = torch.autograd.grad(made_nV, asked, d_logits_nV)
+        gradients = torch.autograd.grad(made_nV, asked, d_logits_nV.to(made_nV.dtype))
         if d_hidden_nM is not None:
             d_hidden_nM.copy_(gradients[-1])
         for total, added in zip(sums, gradients, strict=False):
             total += added
         return losses_n
     assert isinstance(head, nn.Linear)
-    d_wide_nV = widen(d_logits_nV)
+    d_logits_nV = round_for_products(d_logits_nV, head.weight.dtype)
     if d_hidden_nM is not None:
-        _multiply(d_wide_nV, head.weight, d_hidden_nM)
+        _multiply(d_logits_nV, head.weight, d_hidden_nM)
     for weight, total in zip(weights, sums, strict=True):
         if weight.dim() == 1:  # the bias
             total += d_logits_nV.sum(0, dtype=total.dtype)
         elif total.device.type == "cpu":  # in parts: the weights' whole gradient would exist beside its sum
-            for rows, d_nv in zip(total.split(_ROWS), d_wide_nV.split(_ROWS, 1), strict=True):
+            for rows, d_nv in zip(total.split(_ROWS), d_logits_nV.split(_ROWS, 1), strict=True):
                 rows += multiply(d_nv.T, hidden_nM)
         elif total.dtype == d_logits_nV.dtype:
             total.addmm_(d_logits_nV.T, hidden_nM)
