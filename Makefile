@@ -5,6 +5,9 @@ BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip
 # uv, where it is installed.
 INSTALL := $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(PIP) install --no-compile)
+# What pip says is shown where it fails.
+LOG := .venv/install.log
+QUIET = >>$(LOG) 2>&1 || { tail -n 30 $(LOG); echo "==> that failed; all of it is in $(LOG)"; exit 1; }
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 # Containers tend to set it, and every process would compile all that it imports: 5 of its first 8 seconds, measured.
@@ -16,9 +19,11 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 train: setup  ## extend SmolLM2-135M on real documents with AnchorAttention (configs/demo.yaml)
-	@echo "==> training configs/demo.yaml"
+	@echo "==> training configs/demo.yaml: it needs 6 GiB of memory, and on two cores 4 to 10 minutes"
 	@rm -rf runs/demo.replaced-*
 	@$(BIN)/torchtrain train configs/demo.yaml --replace
+	@echo "==> next, with documents of your own (a folder, or a .jsonl file):"
+	@echo "    . .venv/bin/activate; torchtrain init DOCUMENTS smollm2 --length 1024 --out mine.yaml; torchtrain train mine.yaml train.steps=4"
 
 longer: setup  ## about two hours: train configs/longer.yaml, and compare RULER's needle tasks at 2K and 4K before and after
 	@$(BIN)/torchtrain evaluate smollm2 --suite configs/eval/needles.yaml --lengths 2048,4096 --processes 2 --out runs/before
@@ -89,15 +94,16 @@ setup: .venv/.installed  ## create .venv and install everything into it
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Python {sys.version.split()[0]} is too old: Anchorline needs 3.11 or newer; try make PYTHON=python3.11")'
 	@echo "==> creating .venv with $$($(PYTHON) --version)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@rm -f $(LOG)
 	@echo "==> installing the packages of requirements.txt, each checked against its hash"
-	@$(INSTALL) --no-deps --require-hashes --requirement requirements.txt
+	@$(INSTALL) --no-deps --require-hashes --requirement requirements.txt $(QUIET)
 	@echo "==> installing PyTorch"
 	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
-		$(PIP) install --no-compile torch==$(TORCH)+cpu 2>/dev/null \
+		$(PIP) install --no-compile torch==$(TORCH)+cpu >>$(LOG) 2>&1 \
 		|| echo "==> pip is set up with no index that has PyTorch's CPU build: the CUDA build and its libraries are 2.6 GB to download"; \
 	fi
-	@$(PIP) install --no-compile torch==$(TORCH)
+	@$(PIP) install --no-compile torch==$(TORCH) $(QUIET)
 	@echo "==> installing Anchorline"
-	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(PIP) install --no-deps --no-build-isolation --editable . $(QUIET)
 	@touch $@
 	@echo "==> set up: torchtrain, jaxref and parity are in $(BIN)"

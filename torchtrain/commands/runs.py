@@ -90,9 +90,14 @@ def _run(run: Callable[[], Any]) -> None:
     if result is None:  # on a rank above 0, or if the run was finished
         return
     out = Console()
+    lines = [f"curves in {result.model.parent / 'loss.png'}", f"model in {result.model}"]
     if result.after.overall.tokens:
         out.print(final_table(result.before, result.after, result.tokens_seen, result.tokens_per_second))
-    out.print(f"model in {result.model}", markup=False, soft_wrap=True)
+        lines.insert(
+            0, "loss: nats per token, of documents that no step saw; a change whose interval holds 0 may be chance"
+        )
+    for line in lines:
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def resume(

@@ -64,6 +64,9 @@ class HeldOutConfig(Section):
         default=0, description="steps between two measurements during training; 0: only before and after it"
     )
     sequences: Count = Field(default=8, description="most packed rows of held-out documents per domain")
+    together: bool = Field(
+        default=False, description="a row holds documents of all domains, an equal part each; false: of one domain"
+    )
 
 
 class EvaluationConfig(Section):

@@ -236,6 +236,12 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
         return self._rows[epoch]
 
     def _row(self, epoch: int, row: int) -> dict[str, np.ndarray]:
+        # A generator costs a tenth of a short row.
+        random = random_stream(self.seed, INTERLEAVE, epoch, row) if self.pack.interleave else None
+        return build_row(self.spans(row, epoch), self.pack, self.anchor_ids, self.pad_id, random)
+
+    def spans(self, row: int, epoch: int = 0) -> list[SpanTokens]:
+        """Return what a row of an epoch holds behind its anchor, in storage order."""
         spans = []
         for index, start, stop in self.plan(epoch).spans(row):
             document = int(self.documents[index])
@@ -243,9 +249,7 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
             place = start + int(self._skipped[document]), stop + int(self._skipped[document])
             tokens, targets = self.store.part(document, *place), self.store.targets_of(document, *place)
             spans.append(SpanTokens(tokens, domain, self.tag_ids.get(domain, ()), targets))
-        # A generator costs a tenth of a short row.
-        random = random_stream(self.seed, INTERLEAVE, epoch, row) if self.pack.interleave else None
-        return build_row(spans, self.pack, self.anchor_ids, self.pad_id, random)
+        return spans
 
 
 def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:

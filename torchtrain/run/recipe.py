@@ -34,6 +34,7 @@ from torchtrain.errors import Terminated
 from torchtrain.marks import IGNORED, PADDING
 from torchtrain.modeling.compilation import is_compiled
 from torchtrain.planning.flops import FlopCounter
+from torchtrain.products import measure_speed
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.report import Journal, make_progress_printer
 from torchtrain.run.session import Session
@@ -46,6 +47,7 @@ from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.strategy import make_strategy
 
 _COMPILING = 60  # seconds that torch.compile takes in the first step
+_SHARE = 0.6  # of a matrix product's speed that training reached: 0.5 on a CPU with fast bfloat16, 0.9 on one without
 
 if TYPE_CHECKING:
     from torchtrain.evaluation.on_the_way import TrainingEvaluation
@@ -291,7 +293,7 @@ class Trainer:
             session: has the step and the model.
             journal: takes the losses.
             after_row: called after each micro-batch of rows.
-            counter: of the whole model; with it, the estimate of the time is logged.
+            counter: of the whole model; with it, estimates of the time are logged.
 
         Raises:
             UserError, OtherRankFailed: weights or losses are not finite.
@@ -305,6 +307,10 @@ class Trainer:
         micro_batch = 1 if self.world.size == 1 else train.micro_batch
         rows_at_a_time = micro_batch * self.world.data_parallel
         advance = journal.display.task("held out", -(-len(setup.held_out) // rows_at_a_time))
+        held_out = sum(counter.flops(*_sizes(row)) for row in setup.held_out) / 3 if counter else 0  # forward alone
+        if counter is not None and self.world.device.type == "cpu":
+            speed = self.world.size * _SHARE * measure_speed(setup.model.dtype)
+            self._log_estimate(setup, counter, held_out, held_out / speed, "of a matrix product, roughly", passes=2)
 
         ended = [time.perf_counter()]
 
@@ -322,23 +328,25 @@ class Trainer:
         journal.forward("evaluation", session.step, event)
         if counter is not None:
             fastest = min(end - start for start, end in itertools.pairwise(ended))  # the first one warms up
-            self._log_estimate(setup, counter, fastest * (len(ended) - 1))
+            self._log_estimate(setup, counter, held_out, fastest * (len(ended) - 1), "of the held-out rows")
         return losses
 
-    def _log_estimate(self, setup: Setup, counter: FlopCounter, seconds: float) -> None:
-        """Estimate the run's time by the rate of the held-out rows and the work of the first step's rows.
+    def _log_estimate(
+        self, setup: Setup, counter: FlopCounter, held_out: float, seconds: float, speed: str, passes: int = 1
+    ) -> None:
+        """Estimate the run's time: so many passes over the held-out rows, whose FLOPs take so many seconds, and steps.
 
         A backward pass often runs at a lower rate than these forward passes, and other work slows down either.
         """
         train, first_rows = self.config.train, range(min(self.config.train.sequences_per_step, 8))
         again = 4 / 3 if setup.record.activation_checkpointing else 1  # at most one more forward pass
         per_row = [again * counter.flops(*_sizes(setup.rows.row_at(n))) for n in first_rows]
-        held_out = sum(counter.flops(*_sizes(row)) for row in setup.held_out) / 3  # forward alone
         step = sum(per_row) / len(per_row) * train.sequences_per_step / held_out * seconds
-        whole = train.steps * step + seconds + (_COMPILING if is_compiled(setup.model) else 0)
+        whole = train.steps * step + passes * seconds + (_COMPILING if is_compiled(setup.model) else 0)
         self.log(
-            f"estimate  {timedelta(seconds=round(whole))} from here, by the speed of the held-out rows: "
-            f"{train.steps:,} steps of {step:,.0f} s, then {seconds:,.0f} s for held-out documents again"
+            f"estimate  {timedelta(seconds=round(whole))} from here, by the speed {speed}: "
+            f"{train.steps:,} steps of {step:,.0f} s, and {seconds:,.0f} s for held-out documents"
+            + (", before and after" if passes > 1 else " again")
         )
 
     def _answer(self, name: str) -> None:

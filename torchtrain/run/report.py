@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -27,6 +27,9 @@ from torchtrain.run.steps import Step
 from torchtrain.training.events import MetricsFile, read_metrics, step_status
 from torchtrain.training.held_out import BLOCK, HeldOut
 from torchtrain.training.losses import Mean
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _SECONDS_BETWEEN_LINES = 5.0
 _SECONDS_WITHOUT_A_LINE = 30.0  # in which a log says nothing while a step runs
@@ -152,11 +155,15 @@ def _add(table: Table, name: str, before: Mean, after: Mean) -> None:
 
 
 def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return a PNG: training loss (all and per domain) over tokens seen, held-out losses before, after and
-    between. One domain is drawn once.
+    """Return `draw` of the events of `metrics.jsonl` as a PNG."""
+    drawn = io.BytesIO()
+    draw(events).savefig(drawn, dpi=120, format="png")
+    return drawn.getvalue()
 
-    Args:
-        events: those of `metrics.jsonl`.
+
+def draw(events: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Draw training loss (all and per domain) over tokens seen, and held-out losses. One domain is drawn once, and
+    training loss only of domains that steps trained on.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -168,9 +175,9 @@ def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
     evaluations = [event for event in events if event["event"] == "evaluation"]
 
     def line(key: Callable[[Mapping[str, Any]], Any], name: str, color: str, width: float) -> None:
-        there = [e for e in steps if key(e)]
-        tokens, losses = [e["tokens_seen"] for e in there], [key(e)["loss"] for e in there]
-        axes.plot(tokens, losses, color=color, linewidth=width, marker=".", alpha=0.7, label=f"training, {name}")
+        if there := [e for e in steps if key(e)]:
+            tokens, losses = [e["tokens_seen"] for e in there], [key(e)["loss"] for e in there]
+            axes.plot(tokens, losses, color=color, linewidth=width, marker=".", alpha=0.7, label=f"training, {name}")
         if not evaluations:
             return
         tokens, losses = [e["tokens_seen"] for e in evaluations], [key(e)["loss"] for e in evaluations]
@@ -188,9 +195,7 @@ def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right center")
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=120, format="png")
-    return drawn.getvalue()
+    return figure
 
 
 def _start_tensorboard(folder: Path, first: int, opened: ExitStack) -> Callable[[dict[str, float], int], None]:

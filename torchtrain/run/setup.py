@@ -39,6 +39,8 @@ from torchtrain.data import (
     tokenizer_identity,
 )
 from torchtrain.data import identity as data_identity
+from torchtrain.data.rows import build_row
+from torchtrain.data.streams import INTERLEAVE, random_stream
 from torchtrain.distributed.cut import Cutter
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.threads import share_cores
@@ -279,24 +281,20 @@ def pack_rows(
 ) -> tuple[PackedRows, list[dict[str, np.ndarray]]]:
     """Return the training rows, and up to `held_out.sequences` held-out rows of each domain.
 
-    A held-out row holds documents of one domain, so that every domain is measured, however large it is.
+    A held-out row holds documents of one domain, or, with `held_out.together`, of each domain as many tokens: every
+    domain is measured, however large it is.
 
     Raises:
         UserError: no documents to train on, or none held out; or no row has a target.
     """
     train, held = split.train, split.held_out
 
-    def pack_documents(documents: np.ndarray, last: str, together: int = 1) -> PackedRows:
-        return PackedRows(
-            store,
-            documents,
-            config.pack.model_copy(update={"last": last}),
-            config.run.seed,
-            anchor_ids(tokenizer, config.pack),
-            tag_ids(tokenizer, config.pack, store.domains),
-            pad_id(tokenizer),
-            together,
-        )
+    anchor, pad, length = anchor_ids(tokenizer, config.pack), pad_id(tokenizer), config.pack.sequence_length
+    tags = tag_ids(tokenizer, config.pack, store.domains)
+
+    def pack_documents(documents: np.ndarray, last: str, together: int = 1, tokens: int = length) -> PackedRows:
+        pack = config.pack.model_copy(update={"last": last, "sequence_length": tokens})
+        return PackedRows(store, documents, pack, config.run.seed, anchor, tags, pad, together)
 
     rows = pack_documents(train, config.pack.last)
     if not any((rows[i]["shift_labels"] != IGNORED).any() for i in range(len(rows))):
@@ -310,9 +308,18 @@ def pack_rows(
             f"data.held_out_share {config.data.held_out_share:g} of {len(store)} documents{copies} holds none out, so "
             "there is nothing to evaluate on; raise it or give more documents"
         )
-    by_domain = (held[store.document_domains[held] == domain] for domain in range(len(store.domains)))
-    held_out_rows = [pack_documents(documents, "pad") for documents in by_domain if len(documents)]
-    held_out = [rows[i] for rows in held_out_rows for i in range(min(config.held_out.sequences, len(rows)))]
+    by_domain = [held[store.document_domains[held] == domain] for domain in range(len(store.domains))]
+    by_domain = [documents for documents in by_domain if len(documents)]
+    most = range(config.held_out.sequences)
+    if not config.held_out.together:
+        held_out_rows = [pack_documents(documents, "pad") for documents in by_domain]
+        return rows, [rows[i] for rows in held_out_rows for i in most[: len(rows)]]
+    tokens = len(anchor) + (length - len(anchor)) // len(by_domain)
+    parts = [pack_documents(documents, "pad", tokens=tokens) for documents in by_domain]
+    held_out = []
+    for i in most[: max(map(len, parts))]:
+        spans = [span for part in parts if i < len(part) for span in part.spans(i)]
+        held_out.append(build_row(spans, config.pack, anchor, pad, random_stream(config.run.seed, INTERLEAVE, 0, i)))
     return rows, held_out
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.axes import Axes
 from rich.console import Console
 
 from anchorline.errors import UserError
@@ -253,14 +252,30 @@ def test_the_time_of_the_run_is_estimated_before_the_first_step(tree, write_conf
     shown = io.StringIO()
     train(load_config(write_config(tree), ["train.steps=3"]), console=Console(file=shown, width=200))
     said = shown.getvalue()
-    assert re.search(r"estimate  \d:\d\d:\d\d from here, .*: 3 steps of \d+ s, then \d+ s for held-out", said)
-    assert said.index("estimate ") < said.index("training 1/3")
+    number = (
+        r"estimate  \d:\d\d:\d\d from here, by the speed of .*: 3 steps of \d+ s, and \d+ s for held-out documents "
+    )
+    rough, better = (
+        re.search(number + "before and after", said.replace("documents,", "documents")),
+        re.search(number + "again", said),
+    )
+    assert rough.start() < said.index("held out 1/") < better.start() < said.index("training 1/3")
 
 
-@pytest.mark.parametrize(("domains", "drawn"), [(["a"], ["a"]), (["a", "b"], ["all", "a", "b"])])
-def test_one_domain_is_drawn_once(monkeypatch, domains, drawn):
-    labels, real = [], Axes.plot
-    monkeypatch.setattr(Axes, "plot", lambda *data, **how: labels.append(how["label"]) or real(*data, **how))
-    losses = {"loss": 2.0, "tokens_seen": 1, "domains": {name: {"loss": 2.0} for name in domains}}
-    report.plot([{"event": name, **losses} for name in ("evaluation", "step")])
-    assert labels == [f"{when}, {name}" for name in drawn for when in ("training", "held out")]
+@pytest.mark.parametrize(
+    ("domains", "trained", "curves"),
+    [
+        ("a", "a", ["training, a", "held out, a"]),
+        ("ab", "ab", [f"{when}, {name}" for name in ("all", "a", "b") for when in ("training", "held out")]),
+        ("ab", "b", ["training, all", "held out, all", "held out, a", "training, b", "held out, b"]),
+        ("ab", "", ["held out, all", "held out, a", "held out, b"]),  # no step was taken
+    ],
+)
+def test_a_curve_is_drawn_once_where_there_are_numbers(domains, trained, curves):
+    def event(name, domains):
+        losses = {"loss": 2.0, "tokens_seen": 1, "domains": {name: {"loss": 2.0} for name in domains}}
+        return {"event": name, **losses}
+
+    steps = [event("step", trained)] * bool(trained)
+    figure = report.draw([event("evaluation", domains), *steps, event("evaluation", domains)])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == curves
