@@ -15,13 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from parity_tests.gate.spec import Gate
-from torchtrain.bench.config import BenchConfig
 from torchtrain.config.load import Config
 from torchtrain.config.preparation import Preparation
 from torchtrain.config.reference import list_settings
 from torchtrain.evaluation.suite import Suite
 
-SCHEMAS = (Config, Preparation, Gate, BenchConfig, Suite)
+SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
     "lines of code": 31_000,

@@ -1,4 +1,5 @@
-"""Put results of `torchtrain bench` on a page of Markdown. Each result has a section between two marks.
+"""Put results of `benchmarks.speed`, and of the command `torchtrain bench` that was before it, on a page of Markdown.
+Each result has a section between two marks.
 
 python -m benchmarks.bench_page --write docs/benchmarks.md benchmarks/results/attention-cpu.json ...
 """
@@ -15,8 +16,6 @@ from anchorline.files import save
 from anchorline.marked import MarkedPlace
 from anchorline.page import figure_style
 from anchorline.page.figures import SERIES
-from torchtrain.bench.measure import format_spread
-from torchtrain.bench.result import format_table, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -46,6 +45,16 @@ def _section(result: dict[str, Any], source: Path, folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Return a table as Markdown; the first column is aligned left, the others right."""
+    lines = [head, ("---", *("---:" for _ in head[1:])), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in lines)
+
+
+def _name_of(row: dict[str, Any]) -> str:
+    return row["name"] if row["engine"] is None else f"torchtrain {row['name']}"
+
+
 def _attention(result: dict[str, Any]) -> str:
     """Return a table of time over that of full attention, with a column for each length and row."""
     rows = {(row["tokens"], row["row"], row["name"]): row for row in result["rows"] if "of_full" in row}
@@ -60,7 +69,7 @@ def _attention(result: dict[str, Any]) -> str:
     )
     cells = [
         (
-            name_of(next(row for row in own if row)),
+            _name_of(next(row for row in own if row)),
             *map(_share, own),
         )
         for own in live.values()
@@ -81,14 +90,16 @@ def _step(result: dict[str, Any]) -> str:
     rows = [
         (
             f"{row['tokens']:,}, {row['loop']}" if several else row["loop"],
-            format_spread(row["of_yardstick"]),
+            "{median:.3g} ({least:.3g} to {most:.3g})".format(**row["of_yardstick"]),
             f"{row['tokens_per_second']:,.0f}",
-            f"{row['mfu']:.0%}",
-            f"{result['losses'][row['loop']]['error_ratio']:.2f}" if row["loop"] in result["losses"] else "",
+            f"{row['mfu']:.0%}" if "mfu" in row else "",
+            f"{result['losses'][row['loop']]['error_ratio']:.2f}" if row["loop"] in result.get("losses", ()) else "",
         )
         for row in result["rows"]
     ]
-    return format_table(("", "time / transformers, full", "tokens/s", "MFU", "error of the losses"), rows)
+    head = ("", "time / transformers, full", "tokens/s", "MFU", "error of the losses")
+    shown = [place for place in range(len(head)) if place < 3 or any(row[place] for row in rows)]
+    return format_table(tuple(head[n] for n in shown), [tuple(row[n] for n in shown) for row in rows])
 
 
 def _launches(result: dict[str, Any]) -> str:
@@ -111,7 +122,7 @@ def _draw(result: dict[str, Any], path: Path) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in result["rows"]:
         if "of_full" in row and row["row"] == "mean" and row["variant"] != "full":
-            lines.setdefault(name_of(row), []).append((row["tokens"], row["of_full"]["median"]))
+            lines.setdefault(_name_of(row), []).append((row["tokens"], row["of_full"]["median"]))
     with matplotlib.rc_context(figure_style(f"bench-{path.stem}")):
         canvas = Figure(figsize=(7.2, 3.4), layout="constrained")
         axes = canvas.add_subplot()

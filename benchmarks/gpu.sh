@@ -33,14 +33,14 @@ run() {
     # Other versions warn of other things: a warning is no failure here. A process that aborts shows why (--capture=sys).
     timeout -s INT -k 10 "$seconds" "$python" -m pytest "$@" -q -W default --capture=sys --durations=10 --junitxml "$out/$name.xml" 2>&1 | tee "$out/$name.txt" || status=$?
 }
-# NAME SECONDS: what `benchmarks.gpu_layers` measures; it writes its results after every case.
+# NAME SECONDS: what `benchmarks.speed` measures; it writes its results after every case.
 measure() {
     local name=$1 seconds=$2
     wanted "$name" || return 0
     rm -f "$out/$name".*
     echo "==> measuring: $name"
     PYTORCH_ALLOC_CONF=expandable_segments:True timeout -s INT -k 10 "$((seconds + 60))" \
-        "$python" -m benchmarks.gpu_layers "$name" --seconds "$seconds" --out "$out" 2>&1 | tee "$out/$name.txt" || status=$?
+        "$python" -m benchmarks.speed "$name" --seconds "$seconds" --out "$out" 2>&1 | tee "$out/$name.txt" || status=$?
 }
 engines="parity_tests/tests/test_engines_against_oracle.py torchtrain/tests/test_hf.py"
 if wanted tf32; then "$python" benchmarks/tf32_angles.py 2>&1 | tee "$out/tf32.txt" || status=$?; fi

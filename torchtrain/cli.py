@@ -7,7 +7,7 @@ import os
 import sys
 
 from anchorline.command import make_app
-from torchtrain.commands import benchmarks, corpora, plans, results, runs
+from torchtrain.commands import corpora, plans, results, runs
 
 
 def _close_input() -> None:
@@ -28,7 +28,6 @@ for _command in (
     *(corpora.prepare, corpora.stats),
     *(plans.plan, plans.config),
     *(results.evaluate, results.compare),
-    benchmarks.bench,
 ):
     app.command(name=_command.__name__)(_command)
 

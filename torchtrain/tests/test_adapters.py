@@ -18,7 +18,6 @@ import torchtrain
 from anchorline.errors import UserError
 from torchtrain.attention import make_plan
 from torchtrain.attention.separation import check_separation
-from torchtrain.bench.measure import error_ratio
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import LoraSettings, ModelConfig, TrainConfig, load_config
 from torchtrain.distributed.world import World
@@ -31,6 +30,7 @@ from torchtrain.products import LinearInFloat32
 from torchtrain.run import recipe
 from torchtrain.run.setup import set_up
 from torchtrain.run.verify import verify_folder
+from torchtrain.tests.error_ratio import error_ratio
 from torchtrain.tests.runs import assert_same
 from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
 from torchtrain.training.events import read_metrics

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, MixtralC
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from anchorline.errors import UserError
-from torchtrain.bench.measure import error_ratio
 from torchtrain.config import ModelConfig
 from torchtrain.modeling import chunks
 from torchtrain.modeling.chunks import check_chunks, chunk_layers
 from torchtrain.modeling.recompute import save_memory
+from torchtrain.tests.error_ratio import error_ratio
 from torchtrain.tests.tiny import FAMILIES, SIZES, tiny_config, tiny_model
 
 TOKENS = 40

@@ -1,1 +1,0 @@
-"""`torchtrain bench`: time attention and training steps, and their alternatives."""
