@@ -32,7 +32,7 @@ from anchorline.environment import git_state, processor, versions
 from anchorline.errors import one_line
 from benchmarks.launches import Row, make_ours, make_plain
 from torchtrain.attention import make_plan, resolve_engine
-from torchtrain.attention.engines.measure import CANDIDATES, Heads, check_engine, measure_engines
+from torchtrain.attention.engines.measure import Heads, check_engine, list_candidates, measure_engines
 from torchtrain.config import ModelConfig, PackConfig
 from torchtrain.data import stack_rows
 from torchtrain.planning.flops import FlopCounter, peak_flops
@@ -210,7 +210,7 @@ def _engines(device: torch.device, tiny: bool) -> Iterator[tuple[dict[str, Any],
     for queries, keys, width, tokens in shapes:
         heads, n = Heads(queries, keys, width, torch.bfloat16, device), 256 if tiny else tokens
         for kind in WEIGHTED:
-            for engine in CANDIDATES:
+            for engine in list_candidates():
                 what = {"heads": [queries, keys, width], "tokens": tokens, "documents": kind, "engine": engine}
                 yield what, lambda h=heads, n=n, k=kind, e=engine: _attention(h, n, k, e)
 

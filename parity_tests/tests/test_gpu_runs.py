@@ -149,7 +149,7 @@ def test_a_run_that_keeps_attention_has_the_same_bits(place, straight):
     assert np.array_equal(losses(kept), losses(straight))
 
 
-@pytest.mark.parametrize("engine", ["flash3", "flash4", "flex", "sdpa"])
+@pytest.mark.parametrize("engine", ["flash3", "flash4", "cudnn", "flex", "sdpa"])
 def test_a_run_by_every_engine(place, straight, exact, engine):
     name = f"engine-{engine}"
     code = start(place, "train", name, f"model.attention={engine}", "train.deterministic=false")

@@ -24,7 +24,7 @@ class LoraSettings(Section):
     )
 
 
-Engine = Literal["flash", "flash3", "flash4", "flex", "sdpa", "dense"]
+Engine = Literal["flash", "flash3", "flash4", "cudnn", "flex", "sdpa", "dense"]
 # Recompute nothing of a layer, all of it, all but attention, or all with the layer's input in host memory.
 Recomputation = bool | Literal["keep_attention", "offload"]
 
@@ -55,8 +55,8 @@ class ModelConfig(Section):
     )
     attention: Literal["auto", Engine] = Field(
         default="auto",
-        description="attention engine; auto: sdpa on a CPU, and on a GPU the faster of flash and sdpa on "
-        "two of the run's rows",
+        description="attention engine; auto: sdpa on a CPU, and on a GPU the fastest of those that are installed, but "
+        "flex, on two of the run's rows",
     )
     activation_checkpointing: Literal["auto", "keep_attention", "offload"] | bool = Field(
         default=False,

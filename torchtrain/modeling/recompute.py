@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from anchorline.errors import UserError
+from torchtrain.attention.engines.cudnn import OPERATION as CUDNN
 from torchtrain.attention.engines.flash import uses_flash_attn
 from torchtrain.attention.engines.half_on_cpu import CAUSAL
 from torchtrain.config import ModelConfig, Recomputation
@@ -50,6 +51,7 @@ KERNELS = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
+        CUDNN,
         CAUSAL,
     }
 )

@@ -138,7 +138,7 @@ def choose_engine(
         if world.rank == 0:
             if config.model.attention == "auto" and kept is None:
                 plans = [make_plan(torch.from_numpy(rows.row_at(i)["document_ids"])[None]) for i in range(2)]
-                found = measure.measure_engines(measure.CANDIDATES, plans, heads)
+                found = measure.measure_engines(measure.list_candidates(), plans, heads)
                 if not (times := {name: x for name, x in found.items() if isinstance(x, float)}):
                     raise UserError(f"model.attention auto: no engine can run: {'; '.join(map(str, found.values()))}")
                 chosen = min(times, key=lambda name: times[name])

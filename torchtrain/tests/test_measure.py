@@ -9,7 +9,8 @@ from anchorline.errors import UserError
 from torchtrain.attention import make_plan
 from torchtrain.attention.engines.choice import ENGINES
 from torchtrain.attention.engines.dense import attend_dense
-from torchtrain.attention.engines.measure import Heads, check_engine, describe, measure_engines
+from torchtrain.attention.engines.measure import Heads, check_engine, describe, list_candidates, measure_engines
+from torchtrain.training.determinism import deterministic
 
 HEADS = Heads(4, 2, 8, torch.bfloat16, torch.device("cpu"))
 ROWS = [make_plan(torch.tensor([[0] + [1] * n + [2] * (39 - n)])) for n in (10, 20)]
@@ -50,6 +51,12 @@ def without_anchor(q, k, v, plan, layer):
     return attend_dense(q, k, v, make_plan(plan.document_ids_BT.where(plan.document_ids_BT != 0, 9)), layer)
 
 
+def noisy(q, k, v, plan, layer):
+    """Right, in another order of sums each time."""
+    CLOCK[0] += 1
+    return attend_dense(q, k * (1 + 2.0**-9 * (CLOCK[0] % 2)), v, plan, layer)
+
+
 def no_kernel(*_):
     raise UserError("attention: no kernel here")
 
@@ -65,6 +72,22 @@ def test_the_fastest_on_a_row_that_it_has_not_seen_counts():
     assert line == (
         "auto: a 12.3 ms, b 500 ms for a row of new lengths, forward and backward, so a; attention c: no kernel"
     )
+
+
+def test_determinism_narrows_the_choice():
+    with patch.dict(ENGINES, {"noisy": noisy}), deterministic(True):
+        found = measure_engines(["noisy", "sdpa"], ROWS, HEADS)
+    assert found["noisy"] == "attention noisy: its bits differ from one time to the next (train.deterministic)"
+    assert isinstance(found["sdpa"], float)
+    with patch.dict(ENGINES, {"noisy": noisy}):
+        assert isinstance(measure_engines(["noisy"], ROWS, HEADS)["noisy"], float)
+
+
+def test_auto_measures_what_is_installed(monkeypatch):
+    monkeypatch.setattr("torchtrain.attention.engines.measure.version", lambda package: None)
+    assert list_candidates() == ["flash", "sdpa"]
+    monkeypatch.setattr("torchtrain.attention.engines.measure.version", lambda package: "4" if "4" in package else None)
+    assert list_candidates() == ["flash", "sdpa", "flash4"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anchorline.errors import UserError
+from torchtrain.attention.engines.cudnn import attend_cudnn, check_cudnn
 from torchtrain.attention.engines.dense import attend_dense
 from torchtrain.attention.engines.flash import HALF, NEWER, attend_flash, capability, find_kernel, uses_flash_attn
 from torchtrain.attention.engines.flex import attend_flex
@@ -23,6 +24,7 @@ Engine = Callable[[Tensor, Tensor, Tensor, AttentionPlan, LayerOptions], tuple[T
 ENGINES: dict[str, Engine] = {
     "flash": attend_flash,
     **{engine: partial(attend_flash, engine=engine) for engine in NEWER},
+    "cudnn": attend_cudnn,
     "flex": attend_flex,
     "sdpa": attend_sdpa,
     "dense": attend_dense,
@@ -47,7 +49,9 @@ def resolve_engine(
         raise UserError(f"attention {name!r}: unknown engine; choose auto, {', '.join(ENGINES)}")
     if name == "flash" or name in NEWER:
         find_kernel(name, device, dtype)
-    if capped and (name == "sdpa" or name in NEWER or (name == "flash" and not uses_flash_attn())):
+    if name == "cudnn":
+        check_cudnn(device, dtype)
+    if capped and (name in ("sdpa", "cudnn") or name in NEWER or (name == "flash" and not uses_flash_attn())):
         raise UserError(
             f"attention {name}: does not cap logits; choose flex (CUDA) or dense; flash does where the package "
             "flash-attn is installed"

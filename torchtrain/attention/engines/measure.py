@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anchorline.environment import version
 from anchorline.errors import UserError, one_line
 from anchorline.tolerance import judge
 from torchtrain.attention.engines.choice import attend, resolve_engine
@@ -25,9 +26,13 @@ from torchtrain.attention.engines.flash import leave_newer
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.marks import ANCHOR, PADDING
 
-CANDIDATES = ("flash", "sdpa")  # of `auto`; flash3, flash4 and flex are chosen by name
+# Of `auto`, each with the package that it needs; flex is chosen by name.
+CANDIDATES = {
+    **{"flash": None, "sdpa": None, "flash3": "flash-attn-3", "flash4": "flash-attn-4"},
+    "cudnn": "nvidia-cudnn-frontend",
+}
 _DRAWN = 1024  # tokens whose numbers are drawn; a longer row repeats them
-_ROW = [ANCHOR] * 2 + [1] * 37 + [2] * 70 + [3] * 5 + [PADDING] * 6
+_ROW = [ANCHOR] * 2 + [1] * 37 + [2] * 70 + [3] * 5 + [4] + [PADDING] * 6
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,17 @@ def check_engine(engine: str, heads: Heads) -> None:
     """
     plan = make_plan(torch.tensor([_ROW])).to(heads.device)
     qkv, weight = _draw(heads, len(_ROW))
-    truth, reference, found = (
-        _attend(plan, name, [x.to(dtype) for x in (*qkv, weight)])
-        for name, dtype in (("dense", torch.float64), ("dense", heads.dtype), (engine, heads.dtype))
+    truth, reference = (
+        _attend(plan, "dense", [x.to(dtype) for x in (*qkv, weight)]) for dtype in (torch.float64, heads.dtype)
     )
+    try:
+        found = _attend(plan, engine, [*qkv, weight])
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:  # of a kernel that this card or version lacks
+        raise UserError(
+            f"attention {engine}: fails here: {one_line(error)}; choose another in model.attention"
+        ) from error
     named = str(heads.dtype).removeprefix("torch.")
     whats = ("output", "gradient of q", "gradient of k", "gradient of v")
     for what, *arrays in zip(whats, found, truth, reference, strict=True):
@@ -62,13 +74,19 @@ def check_engine(engine: str, heads: Heads) -> None:
             )
 
 
+def list_candidates() -> list[str]:
+    """Return the engines that `auto` measures: those whose package is installed."""
+    return [engine for engine, package in CANDIDATES.items() if package is None or version(package) is not None]
+
+
 def measure_engines(engines: Sequence[str], rows: Sequence[AttentionPlan], heads: Heads) -> dict[str, float | str]:
     """Measure each engine's forward and backward pass on the last of the rows, after the others.
 
     engines: names.
     rows: plans of one row each.
     heads: of one rank.
-    Returns seconds, or why the engine cannot be chosen.
+    Returns seconds, or why the engine cannot be chosen; under torch's deterministic algorithms also because its bits
+        differ from one time to the next.
     """
     found: dict[str, float | str] = {}
     for engine in engines:
@@ -76,6 +94,8 @@ def measure_engines(engines: Sequence[str], rows: Sequence[AttentionPlan], heads
             resolve_engine(engine, heads.device, heads.dtype)
             check_engine(engine, heads)
             found[engine] = [_seconds(engine, row, heads) for row in rows][-1]
+            if torch.are_deterministic_algorithms_enabled() and not _repeats(engine, rows[-1], heads):
+                found[engine] = f"attention {engine}: its bits differ from one time to the next (train.deterministic)"
         except UserError as error:
             found[engine] = one_line(error)
         except torch.OutOfMemoryError:
@@ -101,6 +121,12 @@ def _seconds(engine: str, plan: AttentionPlan, heads: Heads) -> float:
     _attend(plan, engine, [x.to(heads.dtype) for x in (*qkv, weight)])
     _wait(heads.device)
     return time.perf_counter() - started
+
+
+def _repeats(engine: str, plan: AttentionPlan, heads: Heads) -> bool:
+    qkv, weight = _draw(heads, plan.document_ids_BT.shape[1])
+    first, second = (_attend(plan.to(heads.device), engine, [*qkv, weight]) for _ in range(2))
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def _wait(device: torch.device) -> None:
