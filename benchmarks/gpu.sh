@@ -4,8 +4,8 @@
 # resumed, memory against the plan), FlexAttention, which compiles for every shape, and layers with a state. A part that is cut
 # off keeps its results. Parts that need no package but torch and transformers: layers, attention.
 #     benchmarks/gpu.sh [FOLDER [PART...]]
-# FOLDER gets the results (default: benchmarks/results/gpu); begin with summary.md. PARTs: tf32 layers attention engines runs flex
-# hybrids (default: all).
+# FOLDER gets the results (default: benchmarks/results/gpu); begin with summary.md. PARTs: tf32 layers attention whole engines runs
+# flex hybrids (default: all).
 # PYTHON chooses the interpreter; the packages of the extras torch, jax and dev must be importable from it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -42,10 +42,22 @@ measure() {
     PYTORCH_ALLOC_CONF=expandable_segments:True timeout -s INT -k 10 "$((seconds + 60))" \
         "$python" -m benchmarks.speed "$name" --seconds "$seconds" --out "$out" 2>&1 | tee "$out/$name.txt" || status=$?
 }
+# A whole run of SmolLM2 under the anchor and one under full attention; their timing.jsonl stays.
+whole() {
+    wanted whole || return 0
+    for variant in anchor full; do
+        rm -rf "$out/run-$variant"
+        echo "==> a whole run: $variant"
+        timeout -s INT -k 10 60 "$python" -m torchtrain train configs/demo.yaml "run.folder=$out/run-$variant" "pack.variant=$variant" \
+            pack.sequence_length=16384 train.steps=8 save.every=0 model.activation_checkpointing=auto 2>&1 | tee "$out/run-$variant.log" || status=$?
+        rm -rf "$out/run-$variant/model"
+    done
+}
 engines="parity_tests/tests/test_engines_against_oracle.py torchtrain/tests/test_hf.py"
 if wanted tf32; then "$python" benchmarks/tf32_angles.py 2>&1 | tee "$out/tf32.txt" || status=$?; fi
 measure layers 150
 measure attention 75
+whole
 run engines 100 $engines -m gpu -k "not flex"
 run runs 200 parity_tests/tests/test_gpu_runs.py -m gpu
 run flex 90 $engines -m gpu -k flex

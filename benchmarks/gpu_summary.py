@@ -17,7 +17,7 @@ LIBRARIES = ("torch", "transformers", "deepspeed", "flash-attn", "flash-attn-4",
 
 def main(folder: Path) -> None:
     """Print the summary of a folder."""
-    for line in (*_machine(), *_tests(folder), *_measured(folder), *_missing(folder)):
+    for line in (*_machine(), *_tests(folder), *_measured(folder), *_runs(folder), *_missing(folder)):
         print(line)
 
 
@@ -59,6 +59,20 @@ def _measured(folder: Path) -> Iterator[str]:
         for row in rows:
             cells = (row.get(name, "") for name in names)
             yield f"| {' | '.join(f'{x:.4g}' if isinstance(x, float) else _cell(str(x)) for x in cells)} |"
+
+
+def _runs(folder: Path) -> Iterator[str]:
+    """The last step of each whole run."""
+    names = ("step", "seconds", "tokens_per_second", "mfu", "memory_gib")
+    logs = sorted(folder.glob("run-*.log"))
+    if logs:
+        yield from ("", "## whole runs", "", f"| run | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|")
+    for log in logs:
+        path = log.with_suffix("") / "timing.jsonl"
+        events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        steps = [event for event in events if event["event"] == "step"]
+        cells = [f"{steps[-1].get(name, ''):.4g}" if name in steps[-1] else "" for name in names] if steps else []
+        yield f"| {log.stem} | {' | '.join(cells) if cells else f'no step: see {log.name}' + ' |' * (len(names) - 1)} |"
 
 
 def _missing(folder: Path) -> Iterator[str]:
