@@ -249,7 +249,6 @@ def check(
 
     Example: parity check mypackage.attention:my_varlen_attention --dtypes bfloat16
     """
-    from anchorline.terminal import Console
     from parity_tests.check import check_attention, declare
     from parity_tests.checking.target import load_target
 
@@ -271,7 +270,7 @@ def check(
                 seed=seed,
                 progress=lambda _, number, total: bar(None, number, total),
             )
-    Console().print(result.table())
+    _show(result.table())
     print(result.explain())
     if result.verdict != "same":
         raise typer.Exit(1 if result.verdict == "different" else MISTAKE)
@@ -301,8 +300,6 @@ def zoo(
 
     Example: parity zoo configs/parity/ci.yaml rope_interleaved causal_top_left
     """
-    from anchorline.terminal import Console
-
     if list_only:
         from parity_tests.zoo import discover
 
@@ -318,7 +315,7 @@ def zoo(
         gate = load_gate(config)
         with _progress() as bar:
             report = run_zoo(gate, bugs, bar)
-    Console().print(show(report))
+    _show(show(report))
     if not report.passed:
         raise typer.Exit(1)
 
@@ -416,8 +413,6 @@ def _leave_traces(report: Any, out: Path | None, format_: str) -> None:
 def _show_case(case: Any) -> None:
     from rich.table import Table
 
-    from anchorline.terminal import Console
-
     places: dict[str, list[Any]] = {}
     for measure in case.measures:
         place = measure.group if measure.layer is None else f"{measure.group}, layer {measure.layer}"
@@ -427,7 +422,16 @@ def _show_case(case: Any) -> None:
         worst = max(measures, key=lambda measure: measure.ratio)
         ratio = f"{worst.ratio:.2f}" if worst.passed else f"[bold red]{worst.ratio:.3g}[/]"
         table.add_row(place, worst.tap, f"{worst.error:.2e}", f"{worst.allowance:.2e}", ratio)
-    Console().print(table)
+    _show(table)
+
+
+def _show(table: Any) -> None:
+    """Print a table; of a narrow terminal, and of a pipe, lines go on below: no name is cut."""
+    from anchorline.terminal import Console
+
+    console = Console()
+    console.width = max(console.width, 160)
+    console.print(table)
 
 
 @contextmanager

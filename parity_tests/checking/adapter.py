@@ -257,24 +257,48 @@ def _layout_of(qkv: list[str]) -> Tensors:
 
 
 def _library_of(fn: Callable[..., Any], name: str, documents: str) -> Library:
-    """Read it off the annotations, the names the code uses, the class, the modules its file imports, in this order."""
+    """Read it off the annotations, the names the code uses, those of the functions that it calls, the class, the
+    modules its file imports, in this order. What uses neither library by name is given torch's arrays.
+    """
     if documents in ("plan", "block_mask"):
         return "torch"
     inner = inspect.unwrap(fn)
     inner = getattr(inner, "func", inner)  # functools.partial
     if not inspect.isroutine(inner):
         inner = getattr(inner, "forward", None) or type(inner).__call__
-    code, names = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
     annotations = getattr(inner, "__annotations__", {}).values()
-    used = [names[n] for n in code.co_names if n in names] if code else []
-    modules = [x for x in names.values() if inspect.ismodule(x)]
-    for places in (annotations, used, [*type(fn).__mro__, getattr(inner, "__module__", "")], modules):
-        found: set[Library] = {library for x in places for library in _libraries(x)}
+    modules = [x for x in getattr(inner, "__globals__", {}).values() if inspect.ismodule(x)]
+    class_ = [*type(fn).__mro__, getattr(inner, "__module__", "")]
+    found: set[Library] = set()
+    for places in (annotations, _used(inner), _used(inner, calls=_CALLS), class_, modules):
+        found = {library for x in places for library in _libraries(x)}
         if len(found) == 1:
             return found.pop()
+    if not found:
+        return "torch"
     raise UserError(
-        f"{name}: cannot tell whether it takes torch or jax arrays; declare library='torch' or library='jax'"
+        f"{name}: cannot tell whether it takes torch or jax arrays; say --library torch or jax, or declare "
+        "library='torch' or library='jax'"
     )
+
+
+_CALLS = 4  # that are followed, one into the next
+
+
+def _used(fn: Any, calls: int = 0) -> list[Any]:
+    """What a function's code names, that of the functions within it, and of those that it calls."""
+    fn = inspect.unwrap(getattr(fn, "func", fn))
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return []
+    known = {**getattr(fn, "__globals__", {}), **inspect.getclosurevars(fn).nonlocals}
+    codes, used = [code], []
+    for own in codes:
+        codes += [x for x in own.co_consts if inspect.iscode(x)]
+        used += [known.get(n, n if n.partition(".")[0] in ("torch", "jax") else None) for n in own.co_names]
+        used += [known[n] for n in own.co_freevars if n in known]
+    mine = [x for x in used if inspect.isfunction(inspect.unwrap(getattr(x, "func", x))) and not _libraries(x)]
+    return used + [x for called in mine if calls for x in _used(called, calls - 1)]
 
 
 _OWNERS: dict[str, Library] = {"torch": "torch", "Tensor": "torch"}

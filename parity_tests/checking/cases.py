@@ -147,6 +147,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             Layout("apart", (_row((1, 7), (2, 6), (1, 9), (3, 3), (2, 11), (1, 1), (3, 10)),)),
             Layout("apart_anchor", (_row((0, 2), (2, 6), (1, 8), (2, 1), (3, 12), (1, 9), (3, 2), (2, 7)),)),
             Layout("rows", (_INTRA, _row((1, 30), (2, 17)))),
+            Layout("full_rows", (_FULL,) * 3),
             Layout("rows_of_every_kind", (_ANCHOR, _FULL, _PADDED, _row((0, 47)), _row((-1, 47)))),
             Layout("off_blocks", (_row((1, 7), (2, 17), (3, 33), (4, 65), (5, 129), (6, 272)),)),
             Layout("off_blocks_anchor", (_row((0, 3), (1, 131), (2, 15), (3, 259), (4, 1), (5, 103), (-1, 11)),)),

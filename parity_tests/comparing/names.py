@@ -19,13 +19,14 @@ Steps are done for each rank, until `join` or `sum` makes one array of them:
 | `rows`                   | [T, ...] of one packed row as [1, T, ...]                                      |
 | `join: AXIS`, `sum`      | the ranks' slices of an axis, or their partial results, together               |
 
-Sizes are numbers, or `heads`, `kv_heads`, `head_dim` and `intermediate` of the model's config. Under `stages: true`
-(pipeline parallel) a layer's number counts on from the rank before.
+Sizes are numbers, or `heads`, `kv_heads`, `head_dim` and `intermediate` of the model's config. Under `stages: N`
+(pipeline parallel; true: every rank is one) a layer's number counts on from the stage before, whose ranks come first.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ class Names(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     about: str = Field(default="", description="whose names they are")
-    stages: bool = Field(default=False, description="each rank holds layers of its own, numbered from 0")
+    stages: bool | int = Field(default=False, description="stages that hold layers of their own, numbered from 0")
+    ignore: list[str] = Field(default=[], description="patterns of names that not every version writes")
     names: dict[str, str | Source] = Field(description="name to compare under -> where it comes from")
 
 
@@ -86,9 +88,11 @@ def _used(dump: Dump, names: Names) -> set[str]:
 
 def rename(dump: Dump, names: Names) -> Dump:
     """The dump under the names of a map; what the map does not use stays as it is."""
-    found: Mapping[str, Sequence[Array]] = dump.arrays
+    found: Mapping[str, Sequence[Array]] = {
+        name: arrays for name, arrays in dump.arrays.items() if not any(fnmatchcase(name, p) for p in names.ignore)
+    }
     if names.stages:
-        found = _count_on(found)
+        found = _count_on(found, names.stages)
     dump = replace(dump, arrays=found)
     made: dict[str, Sequence[Array]] = {}
     for target, sources, steps in _find(dump, names):
@@ -119,9 +123,9 @@ def _find(dump: Dump, names: Names) -> list[tuple[str, list[str], Sequence[Any]]
     return list(found.values())
 
 
-def _count_on(arrays: Mapping[str, Sequence[Array]]) -> dict[str, Sequence[Array]]:
-    """Layers of the ranks, one rank after another, under numbers that go on."""
-    number = re.compile(r"(?<=\.)(\d+)(?=\.)")
+def _count_on(arrays: Mapping[str, Sequence[Array]], stages: bool | int) -> dict[str, Sequence[Array]]:
+    """Layers of the stages, one stage after another, under numbers that go on."""
+    number = re.compile(r"(?<=\.)\d+(?=\.)|(?<=layers\.)\d+$|(?<=blocks\.)\d+$")
     found: dict[str, list[Array]] = {}
     ranks = max(map(len, arrays.values()))
     layers = 1 + max((int(match[0]) for name in arrays if (match := number.search(name))), default=0)
@@ -129,7 +133,8 @@ def _count_on(arrays: Mapping[str, Sequence[Array]]) -> dict[str, Sequence[Array
         if len(own) < ranks or not number.search(name):
             found.setdefault(name, []).extend(own)
         for rank, array in enumerate(own if len(own) == ranks and number.search(name) else ()):
-            to = number.sub(lambda match, rank=rank: str(int(match[0]) + rank * layers), name, count=1)
+            stage = rank if stages is True else rank * stages // ranks
+            to = number.sub(lambda match, stage=stage: str(int(match[0]) + stage * layers), name, count=1)
             found.setdefault(to, []).append(array)
     return dict(found)
 

@@ -4,6 +4,7 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -162,11 +163,33 @@ def test_what_it_lacks_is_listed_and_never_passed():
 # -- declarations ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("fn", "library"),
+    [
+        (lambda q, k, v, mask: in_jax(q, k, v, mask, 1.0), "jax"),
+        (lambda q, k, v, mask: [in_jax(*x) for x in (q, k, v)], "jax"),
+        (lambda q, k, v, mask: by_mask(q, k, v, mask, None), "torch"),
+        (types.FunctionType((lambda q, k, v, mask: q).__code__, {}), "torch"),  # nothing names a library
+    ],
+)
+def test_the_library_is_read_off_what_a_function_calls(fn, library):
+    assert resolve(fn).adapter.library == library
+
+
+def test_three_full_rows_are_a_layout():
+    def two_rows(q, k, v, document_ids, scale):
+        full = len(q) > 2 and (document_ids == 1).all()
+        return right(q, torch.cat([k[:2], 0 * k[2:]]) if full else k, v, document_ids, scale)
+
+    result = check_attention(two_rows, layouts=["full", "rows", "rows_of_every_kind", "full_rows"], **ONE)
+    assert [r.case.layout.name for r in result.failed] == ["full_rows"]
+
+
 OPEN = {
     "no documents": (lambda q, k, v, lengths: None, None, "declare documents= one of document_ids, plan, mask"),
     "two kinds": (lambda q, k, v, plan, mask: None, None, "takes plan and mask; declare documents="),
     "too few": (lambda q, k: None, None, "takes 2 positional arguments"),
-    "no library": (lambda q, k, v, mask: q, None, "declare library='torch' or library='jax'"),
+    "two libraries": (lambda q, k, v, mask: jnp.add(torch.add(q, 0), 0), None, "say --library torch or jax"),
     "more than it knows": (
         lambda q, k, v, mask, alibi: torch.add(q, 0),
         None,

@@ -158,11 +158,19 @@ def test_the_layout_of_an_engine_on_two_ranks(name: str, lay_out: Callable):
             np.testing.assert_array_equal(array.load(), own[key], err_msg=key)
 
 
-def test_layers_of_stages_count_on():
-    own = canonical()
-    stages = [{f"blocks.{i}.out": own[f"layers.{i}.mlp"] for i in range(2)} for _ in range(2)]
-    names = load_names("hf").model_copy(update={"stages": True, "names": {"layers.{i}.mlp": "blocks.{i}.out"}})
-    assert list(rename(dump(stages), names).arrays) == [f"layers.{i}.mlp" for i in range(4)]
+def test_pipeline_and_tensor_parallel_together():
+    own, ranks = canonical(), []
+    for stage in range(2):
+        for rank in range(RANKS):
+            whole, lacks = megatron(own, rank), ("output", "decoder.final") if stage == 0 else ("embedding",)
+            mine = {n: x for n, x in whole.items() if f"layers.{1 - stage}" not in n and not n.startswith(lacks)}
+            ranks.append({n.replace("layers.1", "layers.0"): x for n, x in mine.items()})
+    found = rename(dump(ranks), load_names("megatron").model_copy(update={"stages": 2})).arrays
+    assert set(found) == set(own)
+    for key, arrays in found.items():
+        assert all(np.array_equal(array.load(), own[key]) for array in arrays), key
+    every = load_names("megatron").model_copy(update={"stages": True})
+    assert "layers.1.residual" in rename(dump(ranks[::RANKS]), every).arrays
 
 
 def test_partial_results_are_added_and_a_wrong_step_is_named(tmp_path):
@@ -199,8 +207,10 @@ def test_a_model_of_transformers_is_recognised_and_its_heads_are_apart(family, t
     with record(model, tmp_path / "a"):
         model(torch.randint(0, 19, (1, T)))
     held = open_dump(tmp_path / "a")
+    assert any(name.endswith("self_attn.1") for name in held.arrays), "eager attention returns its weights"
     assert recognise(held) == ("gemma" if family == "Gemma3" else "hf")
     found = {name: ranks[0].load() for name, ranks in rename(held, load_names(recognise(held))).arrays.items()}
+    assert not any("self_attn.1" in name for name in found)
     for i in range(2):
         assert found[f"layers.{i}.q"].shape == found[f"layers.{i}.attn"].shape == (1, T, 4, D)
         np.testing.assert_allclose(
