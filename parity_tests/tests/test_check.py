@@ -190,11 +190,7 @@ OPEN = {
     "two kinds": (lambda q, k, v, plan, mask: None, None, "takes plan and mask; declare documents="),
     "too few": (lambda q, k: None, None, "takes 2 positional arguments"),
     "two libraries": (lambda q, k, v, mask: jnp.add(torch.add(q, 0), 0), None, "say --library torch or jax"),
-    "more than it knows": (
-        lambda q, k, v, mask, alibi: torch.add(q, 0),
-        None,
-        "parameter 'alibi' has no default and is not known",
-    ),
+    "more than it knows": (lambda q, k, v, mask, alibi: torch.add(q, 0), None, "parameter 'alibi' has no default"),
     "no signature": (F.scaled_dot_product_attention, None, "its signature cannot be read"),
     "packed mask": (right, {"layout": "varlen"}, "varlen goes with cu_seqlens"),
     "torch object in jax": (lambda q, k, v, plan: None, {"library": "jax", "documents": "plan"}, "is a torch object"),

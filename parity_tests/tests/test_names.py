@@ -39,14 +39,9 @@ def torchtitan(own: Arrays, rank: int) -> Arrays:
     made = {"tok_embeddings": own["embed"], "norm": own["final_norm"], "output": own["logits"]}
     for i in range(2):
         at, to = f"layers.{i}", f"layers.{i}.attention"
-        made |= {
-            f"{to}.wq": flat(share(pairs(own[f"{at}.q"]), 2, rank)),
-            f"{to}.wk": flat(share(pairs(own[f"{at}.k"]), 2, rank)),
-        }
-        made |= {
-            f"{to}.wv": flat(share(own[f"{at}.v"], 2, rank)),
-            f"{to}.wo.input": flat(share(own[f"{at}.attn"], 2, rank)),
-        }
+        by_head = {"wq": pairs(own[f"{at}.q"]), "wk": pairs(own[f"{at}.k"])}
+        by_head |= {"wv": own[f"{at}.v"], "wo.input": own[f"{at}.attn"]}
+        made |= {f"{to}.{name}": flat(share(x, 2, rank)) for name, x in by_head.items()}
         made |= {f"{to}.wo": own[f"{at}.attn_out"], f"{at}.ffn_norm": own[f"{at}.post_norm"]}
         made |= {f"{at}.attention_norm": own[f"{at}.input_norm"], f"{at}.feed_forward": own[f"{at}.mlp"]}
         made |= {at: own[f"{at}.residual"]}
@@ -74,11 +69,8 @@ def megatron(own: Arrays, rank: int, sequence: bool = False) -> Arrays:
             f"{to}.self_attention.linear_proj.input": turned(flat(share(own[f"{at}.attn"], 2, rank))),
             f"{to}.mlp.linear_fc1": turned(np.concatenate(fused, 2)),
         }
-        for name, from_ in {
-            "input_layernorm": "input_norm",
-            "pre_mlp_layernorm": "post_norm",
-            "mlp.linear_fc2": "mlp",
-        }.items():
+        names = {"input_layernorm": "input_norm", "pre_mlp_layernorm": "post_norm", "mlp.linear_fc2": "mlp"}
+        for name, from_ in names.items():
             made[f"{to}.{name}"] = turned(own[f"{at}.{from_}"], True)
         made[f"{to}.self_attention.linear_proj"] = turned(own[f"{at}.attn_out"], True)
         made[to] = turned(own[f"{at}.residual"], True)
@@ -86,11 +78,8 @@ def megatron(own: Arrays, rank: int, sequence: bool = False) -> Arrays:
 
 
 def vllm(own: Arrays, rank: int) -> Arrays:
-    made = {
-        "model.embed_tokens": own["embed"][0],
-        "model.norm": own["final_norm"][0],
-        "logits_processor": own["logits"][0],
-    }
+    ends = {"model.embed_tokens": "embed", "model.norm": "final_norm", "logits_processor": "logits"}
+    made = {name: own[of][0] for name, of in ends.items()}
     for i in range(2):
         at, to = f"layers.{i}", f"model.layers.{i}"
         qkv = [share(own[f"{at}.{name}"], 2, rank) for name in "qkv"]
@@ -100,30 +89,19 @@ def vllm(own: Arrays, rank: int) -> Arrays:
             f"{to}.self_attn.attn": flat(share(own[f"{at}.attn"], 2, rank))[0],
             f"{to}.mlp.gate_up_proj": np.concatenate(gate_up, 2)[0],
         }
-        names = {
-            "input_layernorm": "input_norm",
-            "self_attn.o_proj": "attn_out",
-            "mlp": "mlp",
-            "post_attention_layernorm": "post_norm",
-        }
+        names = {"input_layernorm": "input_norm", "self_attn.o_proj": "attn_out", "mlp": "mlp"}
+        names |= {"post_attention_layernorm": "post_norm"}
         made |= {f"{to}.{name}": own[f"{at}.{of}"][0] for name, of in names.items()}
         made |= {to: own[f"{at}.residual"][0] / 4, f"{to}.1": own[f"{at}.residual"][0] * 0.75}
     return made
 
 
 def maxtext(own: Arrays, rank: int) -> Arrays:
-    made = {
-        "token_embedder": own["embed"],
-        "decoder.decoder_norm": own["final_norm"],
-        "decoder.logits_dense": own["logits"],
-    }
+    made = {"token_embedder": own["embed"], "decoder.decoder_norm": own["final_norm"]}
+    made |= {"decoder.logits_dense": own["logits"]}
     names = {"self_attention.query": "q", "self_attention.key": "k", "self_attention.value": "v", "mlp": "mlp"}
-    names |= {
-        "self_attention.attention_op": "attn",
-        "self_attention": "attn_out",
-        "pre_self_attention_layer_norm": "input_norm",
-    }
-    names |= {"post_self_attention_layer_norm": "post_norm"}
+    names |= {"self_attention.attention_op": "attn", "self_attention": "attn_out"}
+    names |= {"pre_self_attention_layer_norm": "input_norm", "post_self_attention_layer_norm": "post_norm"}
     for i in range(2):
         made |= {f"decoder.layers_{i}.{name}": own[f"layers.{i}.{of}"] for name, of in names.items()}
         made[f"decoder.layers_{i}"] = own[f"layers.{i}.residual"]
