@@ -26,7 +26,7 @@ from torchtrain.run.folder import RunFolder
 
 RESULT, PAGE = Path("benchmarks/results/anchor-at-serving.json"), Path("docs/exports.md")
 PLACE = MarkedPlace("<!-- made by benchmarks/anchor_at_serving.py -->", "<!-- end of anchor -->")
-ENDS = (2, 4, 16, 64, 256, 512)  # of bins of positions; documents have the last or more
+ENDS = (2, 4, 16, 64, 256)  # of bins of positions; documents have the last or more
 EACH = 8  # documents of a domain
 
 
@@ -54,7 +54,7 @@ def measure(folder: Path) -> dict[str, object]:
     of = store.document_domains[held]
     chosen = [i for domain in range(len(store.domains)) for i in held[of == domain][:EACH]]
     losses: dict[str, dict[str, list[list[float]]]] = {}
-    for name, source in (("before", resolve_source(config.model.source, config.data.cache)), ("after", run.model)):
+    for name, source in (("after", run.model), ("before", resolve_source(config.model.source, config.data.cache))):
         model = load_for_evaluation(str(source)).eval()
         losses[name] = {"with": [], "without": []}
         for i in chosen:
@@ -64,7 +64,7 @@ def measure(folder: Path) -> dict[str, object]:
                 nll = torch.nn.functional.cross_entropy(logits_TV[len(front) : -1].float(), ids_T[1:], reduction="none")
                 bins = [nll[start - 1 : end - 1].mean().item() for start, end in zip((1, *ENDS), ENDS, strict=False)]
                 losses[name][way].append(bins)
-            print(name, i, np.round(losses[name]["without"][-1], 3), flush=True)
+            print(name, i, *(np.round(losses[name][way][-1], 4).tolist() for way in ("with", "without")), flush=True)
     steps, tokens = (
         config.train.steps,
         config.train.steps * config.train.sequences_per_step * config.pack.sequence_length,

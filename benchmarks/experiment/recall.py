@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from benchmarks.experiment.documents import Rows
-from benchmarks.experiment.spec import rounding
+from benchmarks.experiment.spec import round_model
 from torchtrain.attention import make_plan
 from torchtrain.attention.rounding import round_mantissa
 from torchtrain.config import ModelConfig
@@ -63,8 +63,10 @@ def measure(folders: Sequence[Path], arithmetic: str, rows: Rows) -> Answers:
 
 def load(folder: Path, arithmetic: str) -> "PreTrainedModel":
     """Load a model that computes in an arithmetic."""
-    config = ModelConfig(source=str(folder), dtype="float32", **rounding(arithmetic))
-    return load_for_training(str(folder), open_config(str(folder)), config, "sdpa", torch.device("cpu")).eval()
+    config = ModelConfig(source=str(folder), dtype="float32")
+    model = load_for_training(str(folder), open_config(str(folder)), config, "sdpa", torch.device("cpu")).eval()
+    round_model(model, arithmetic)
+    return model
 
 
 @torch.no_grad()

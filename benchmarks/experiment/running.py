@@ -23,7 +23,7 @@ from anchorline.errors import UserError
 from anchorline.files import read_json, replace_file
 from benchmarks.experiment.documents import make_rows, with_bos, write_documents
 from benchmarks.experiment.recall import Measurement, load, measure, noise_of, sink_of
-from benchmarks.experiment.spec import BOS_EACH, Run, TrainingExperiment
+from benchmarks.experiment.spec import BOS_EACH, Run, TrainingExperiment, round_model
 from benchmarks.experiment.words import BOS, EOS, UNKNOWN, vocabulary
 from torchtrain.config import Config
 
@@ -155,7 +155,7 @@ def _make_base(task: tuple[TrainingExperiment, Folder, int]) -> dict[str, Any]:
         for n, stage in enumerate(experiment.pretrain):
             run = base.parent / f"run-{n}"
             config = stage.config(Run("exact", "full", seed), run, source, folder.documents(n), folder.path / "cache")
-            _train(config, run)
+            _train(config, run, "exact")
             source = run / "model"
         source.rename(base)
     corpus = folder.documents(f"extend-{seed}")
@@ -209,7 +209,7 @@ def _take_run(experiment: TrainingExperiment, folder: Folder, run: Run) -> Measu
     place, begun, corpus = folder.path / "runs" / run.name, time.monotonic(), folder.documents(f"extend-{run.seed}")
     corpus = with_bos(corpus) if run.variant.endswith(BOS_EACH) else corpus
     config = experiment.extend.config(run, place, folder.base(run.seed), corpus, folder.path / "cache")
-    losses = _train(config, place)
+    losses = _train(config, place, run.arithmetic)
     rows = make_rows(experiment, experiment.extend.row_tokens, experiment.measure.distances, experiment.measure.rows)
     models = [*sorted((place / "exports").iterdir()), place / "model"]
     tenths = [round(float(part.mean()), 6) for part in np.array_split(np.array(losses), min(10, len(losses)))]
@@ -225,7 +225,7 @@ def _take_run(experiment: TrainingExperiment, folder: Folder, run: Run) -> Measu
     return measured
 
 
-def _train(config: Config, folder: Path) -> Sequence[float]:
+def _train(config: Config, folder: Path, arithmetic: str) -> Sequence[float]:
     """Train from the beginning; return the loss of every step."""
     import torch
     from rich.console import Console
@@ -238,5 +238,5 @@ def _train(config: Config, folder: Path) -> Sequence[float]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     shutil.rmtree(folder, ignore_errors=True)
-    train(config, console=Console(file=StringIO()))
+    train(config, console=Console(file=StringIO()), on_model=lambda model: round_model(model, arithmetic))
     return [event["loss"] for event in read_metrics(folder / "metrics.jsonl") if "gradient_norm" in event]

@@ -4,25 +4,28 @@ arithmetic, mask and seed, and the contrasts that are drawn between them.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from anchorline import settings
 from torchtrain.config import Config
 from torchtrain.config.section import Count, Name, PositiveShare, Real, Section, Share
+from torchtrain.modeling.rotation import round_queries_and_keys
+
+if TYPE_CHECKING:
+    from torch import nn
 
 BOS_EACH = "+bos"  # every document opens with BOS
 Variant = Annotated[str, Field(pattern=r"^(full|intra|intra_reset|anchor)(\+tag|\+interleave|\+bos)*$")]
 Arithmetic = Annotated[str, Field(pattern=r"^(exact|bits[1-9]_(before|after))$")]
 
 
-def rounding(arithmetic: str) -> dict[str, Any]:
-    """Return what an arithmetic sets in a run's `model`; all else is float32. bfloat16 stores 7 bits."""
-    if arithmetic == "exact":
-        return {}
-    bits, place = arithmetic.removeprefix("bits").split("_")
-    return {"round_qk": f"{place}_rope", "round_qk_bits": int(bits)}
+def round_model(model: "nn.Module", arithmetic: str) -> None:
+    """Make a model in float32 round q, k and their gradients as an arithmetic says. bfloat16 stores 7 bits."""
+    if arithmetic != "exact":
+        bits, place = arithmetic.removeprefix("bits").split("_")
+        round_queries_and_keys(model, "before_rope" if place == "before" else "after_rope", int(bits))
 
 
 class Run(NamedTuple):
@@ -110,7 +113,7 @@ class StageConfig(Section):
         source_of = {"files": str(corpus), "domain": "source"}
         ours: dict[str, dict[str, Any]] = {
             "run": {"folder": str(folder), "seed": cell.seed},
-            "model": {"source": str(source), "dtype": "float32", **rounding(cell.arithmetic)},
+            "model": {"source": str(source), "dtype": "float32", "fused": "none"},
             "pack": {"variant": cell.variant.removesuffix(BOS_EACH), "tag_template": "{domain}"},
             "data": {"sources": [source_of], "cache": str(cache), "append_eos": False},
         }

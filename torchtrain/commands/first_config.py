@@ -3,8 +3,9 @@
 import glob
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -13,16 +14,21 @@ from anchorline.errors import UserError, disk_fault, print, quoted, quoted_reaso
 from anchorline.files import expand, write_file
 from torchtrain.config import Config, DataConfig, Source, load_config
 from torchtrain.data import check_tokenizer
-from torchtrain.data.corpus import BadRecord, Document, read
+from torchtrain.data.answers import AnswerEncoder, Kind, kind_of
+from torchtrain.data.corpus import BadRecord, Document, Record, read
 from torchtrain.data.files import KINDS, BadItemError, is_url, items, list_disk, list_files
 from torchtrain.distributed.free_memory import free_memory
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 from torchtrain.planning import budget
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 _SAMPLE = 200  # records to read
 _TEXTS = (".txt", ".md")
 _ROWS_A_STEP = 8
 _MOST_STEPS = 1000
+_FEW_STEPS = 100  # of an epoch; below, epochs say how long a run is
 _LENGTH = 65_536  # largest default length of a row
 _BAD_SHARE: float = DataConfig.model_fields["bad_record_share"].default
 _MOST_KINDS = 8  # of bad records that are named
@@ -47,16 +53,25 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
         if any("\ud800" <= character <= "\udfff" for character in name):
             raise UserError(f"{field} {quoted(name)}: is not UTF-8, and a config is; rename it")
     section, size = _find_documents(data)
-    texts, whole, bad_share = _sample(section)
+    records = list(itertools.islice(read(Source(**section)), _SAMPLE))
+    if "records" not in section:
+        documents, bad_share = _sample(records)
     folder = resolve_source(model, "cache", print, needs="tokenizer")
     own = open_config(folder)
     positions: int = own.max_position_embeddings
-    length = length or max(positions, min(2 * positions, _LENGTH))
     tokenizer = open_tokenizer(folder)
     if added := check_tokenizer(tokenizer, own.vocab_size, folder):
         print(f"warning   {added}")
-    sampled = sum(len(tokenizer(text, verbose=False)["input_ids"]) for text in texts)
-    tokens = sampled if whole else int(size * sampled / max(1, sum(len(text.encode()) for text in texts)))
+    if "records" in section:
+        lengths, records = _measure_answers(records, section["records"], tokenizer)
+        documents, bad_share = _sample(records)
+        length = length or min(positions, max(_SHORT, 1 << max(lengths, default=0).bit_length()))
+    else:
+        lengths = [len(tokenizer(document.text, verbose=False)["input_ids"]) for document in documents]
+        length = length or max(positions, min(2 * positions, _LENGTH))
+    whole, sampled = len(records) < _SAMPLE, sum(lengths)
+    read_bytes = sum(len((document.text or str(document.fields)).encode()) for document in documents)
+    tokens = sampled if whole else int(size * sampled / max(1, read_bytes))
     packed = not whole and section.get("files", "").endswith((".gz", ".zst", ".parquet"))  # text to a tenth of its size
     if length > tokens * (10 if packed else 1):
         raise UserError(
@@ -72,7 +87,9 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
         raise UserError(f"--out {quoted(out)}: {disk_fault(error)}; choose another") from None
     try:
         config = load_config(out)
-        print(f"documents {size / 2**20:,.1f} MiB, about {tokens:,} tokens; the first {len(texts)} were read")
+        print(f"documents {size / 2**20:,.1f} MiB, about {tokens:,} tokens; the first {len(documents)} were read")
+        if "records" in section:
+            print(f"answers   records: {section['records']}; only answers are targets (docs/fine-tuning.md)")
         longer = f"{length:,} with this config" if length > positions else f"in rows of {length:,}"
         print(f"model     {model}: {positions:,} positions, {longer}")
         print(f"memory    {_memory_line(config)}")
@@ -113,7 +130,9 @@ def _pattern(path: Path, ending: str = "") -> str:
 
 
 def _with_text_field(section: dict[str, Any]) -> dict[str, Any]:
-    """Add the field of the text: `text`, else the field with the longest string in the first records."""
+    """Add what records hold: `text`, else answers of their own, else the field with the longest string in the first
+    records.
+    """
     if "texts" in section:
         return section
     place = list_files(section["files"])[0].place
@@ -121,6 +140,8 @@ def _with_text_field(section: dict[str, Any]) -> dict[str, Any]:
         import pyarrow.parquet as parquet
 
         fields = {name: 0 for name in parquet.read_schema(place).names}
+        if "text" not in fields and (kind := kind_of(fields)) is not None:
+            return section | {"records": kind}
         records = [] if "text" in fields else list(items(place, {name: name for name in fields}))[:_SAMPLE]
     else:
         fields, records = {}, list(itertools.islice(items(place, {}), _SAMPLE))
@@ -131,6 +152,9 @@ def _with_text_field(section: dict[str, Any]) -> dict[str, Any]:
             fields[name] = max(fields.get(name, 0), len(value) if isinstance(value, str) else 0)
     if "text" in fields:
         return section
+    kinds = [kind_of(record) for _, record in records if isinstance(record, dict)]
+    if kinds and (kind := max(kinds, key=kinds.count)) is not None:
+        return section | {"records": kind}
     if not any(fields.values()):
         for where, record in records:
             if isinstance(record, BadItemError):
@@ -141,10 +165,25 @@ def _with_text_field(section: dict[str, Any]) -> dict[str, Any]:
     return section | {"text_field": max(fields, key=lambda name: fields[name])}
 
 
-def _sample(section: dict[str, Any]) -> tuple[list[str], bool, float]:
-    """Return the texts of the first records, whether these are all, and the `data.bad_record_share` for the others."""
-    records = list(itertools.islice(read(Source(**section)), _SAMPLE))
-    texts = [record.text for record in records if isinstance(record, Document)]
+def _measure_answers(
+    records: Sequence[Record], kind: Kind, tokenizer: "PreTrainedTokenizerFast"
+) -> tuple[list[int], list[Record]]:
+    """Return the tokens of each document with answers, and the records, bad ones among them."""
+    encoder = AnswerEncoder(tokenizer, "text", append_eos=True)
+    lengths, judged = [], list[Record]()
+    for record in records:
+        if isinstance(record, Document):
+            try:
+                lengths.append(len(encoder.encode(record.fields or {}, kind).tokens))
+            except BadItemError as why:
+                record = BadRecord(record.where, str(why), record.domain)
+        judged.append(record)
+    return lengths, judged
+
+
+def _sample(records: Sequence[Record]) -> tuple[list[Document], float]:
+    """Return the documents among the first records, and the `data.bad_record_share` for the others."""
+    texts = [record for record in records if isinstance(record, Document)]
     reasons: dict[str, list[BadRecord]] = {}
     for record in records:
         if isinstance(record, BadRecord):
@@ -152,7 +191,7 @@ def _sample(section: dict[str, Any]) -> tuple[list[str], bool, float]:
     kinds = [f"{alike[0]}{f' ({len(alike)} such)' if alike[1:] else ''}" for alike in reasons.values()]
     more = f"; and {len(kinds) - _MOST_KINDS} more kinds" if len(kinds) > _MOST_KINDS else ""
     bad = len(records) - len(texts)
-    said = f"{bad} of the first {len(records)} records hold no text: {'; '.join(kinds[:_MOST_KINDS])}{more}"
+    said = f"{bad} of the first {len(records)} records hold no document: {'; '.join(kinds[:_MOST_KINDS])}{more}"
     if not texts or 2 * bad >= len(records):
         raise UserError(f"DATA: {said if records else 'holds no record'}; correct or remove them")
     share = _BAD_SHARE
@@ -161,7 +200,7 @@ def _sample(section: dict[str, Any]) -> tuple[list[str], bool, float]:
         said += f"; the config allows twice as many (data.bad_record_share: {share:g})"
     if bad:
         print(f"left out  {said}")
-    return texts, len(records) < _SAMPLE, share
+    return texts, share
 
 
 def _memory_line(config: Config) -> str:
@@ -193,6 +232,8 @@ def _yaml(
         style = None if seen else '"'  # on one line
         return yaml.safe_dump(value, default_style=style, width=1 << 20, allow_unicode=seen).split("\n")[0]
 
+    answers, few = "records" in section, steps < _FEW_STEPS
+    per_step = f"{_ROWS_A_STEP * length:,} tokens; the documents hold about {tokens:,}"
     first, *others = (f"{name}: {plain(value)}" for name, value in section.items())
     longer = length > positions
     lines = [
@@ -213,9 +254,15 @@ def _yaml(
         "pack:",
         f"  sequence_length: {length}",
         "  variant: anchor # a token sees its own document and one shared first token",
+        *(
+            ["  strategy: best_fit # whole conversations in a row", "  longer: drop # those longer than a row"]
+            * answers
+        ),
         "train:",
-        f"  steps: {steps} # of {_ROWS_A_STEP * length:,} tokens; the documents hold about {tokens:,}",
+        f"  epochs: {3 if answers else 1} # steps of {per_step}"
+        if few or answers
+        else f"  steps: {steps} # of {per_step}",
         f"  sequences_per_step: {_ROWS_A_STEP}",
-        "  learning_rate: 2.0e-5",
+        f"  learning_rate: {'1.0' if answers else '2.0'}e-5",
     ]
     return "\n".join(lines) + "\n"

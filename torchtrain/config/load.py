@@ -57,8 +57,6 @@ class Config(Section):
             return "model.activation_checkpointing offload, which runs a layer itself; set that to true"
         if model.lora is not None:
             return "model.lora, which adds modules to a layer; set that to null"
-        if model.round_qk != "none":
-            return "model.round_qk, which rounds between a layer's operations; set that to none"
         return ""
 
     @model_validator(mode="after")
@@ -87,6 +85,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             raise UserError(f"config {quoted(path)}: is one of `torchtrain prepare`: {held}")
         return fill_empty_sections(tree)
 
+    # Of steps and epochs, one given on the command line replaces the file's other.
+    given = {name for name in ("steps", "epochs") if any(of.startswith(f"train.{name}=") for of in overrides)}
+    if len(given) == 1:
+        overrides = [*overrides, f"train.{'epochs' if given == {'steps'} else 'steps'}=null"]
     return settings.load(Config, path, overrides, example=EXAMPLE, prepare=fill)
 
 

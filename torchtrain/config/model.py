@@ -41,13 +41,6 @@ class ModelConfig(Section):
         description="dtype in which RoPE rotates q and k: the model's, with each product and sum rounded; "
         "or float32, rounded once (the paper's)",
     )
-    round_qk: Literal["none", "before_rope", "after_rope"] = Field(
-        default="none",
-        description="for experiments in float32: round q, k and their gradients to round_qk_bits, before or after RoPE",
-    )
-    round_qk_bits: Annotated[int, Field(ge=1, le=22)] = Field(
-        default=7, description="stored mantissa bits that round_qk keeps; bfloat16 has 7"
-    )
     fused: Literal["auto", "none", "compile"] = Field(
         default="auto",
         description="compile: torch.compile fuses what a layer computes element by element, and rounds "
@@ -80,12 +73,6 @@ class ModelConfig(Section):
                 f"lora.dropout {self.lora.dropout:g} does not work with layer_chunk, which computes a chunk twice; set "
                 "one of them to 0 or null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _rounds_float32(self) -> Self:
-        if self.round_qk != "none" and (self.dtype != "float32" or self.fused == "compile"):
-            raise ValueError(f"round_qk {self.round_qk}: works only with dtype float32 and without fused compile")
         return self
 
     @property

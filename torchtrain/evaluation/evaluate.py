@@ -17,7 +17,7 @@ import torch
 from anchorline import environment
 from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig
-from torchtrain.data.dataset import anchor_ids
+from torchtrain.data.dataset import anchor_ids, begins_with_anchor, first_of_prompts
 from torchtrain.errors import TasksUnfinished
 from torchtrain.evaluation import results as kept
 from torchtrain.evaluation.measure import Checkpoint, EvaluatedModel, Say, make_job, measure, plan, tasks_of
@@ -159,8 +159,12 @@ def _open(checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], anchor: 
             f"--lengths {max(lengths)}: {quoted(checkpoint.source)} holds {most:,} positions; give no more, or extend "
             "the model first"
         )
-    own = checkpoint.training.anchor if checkpoint.training else "auto"
-    ids = anchor_ids(tokenizer, PackConfig(sequence_length=2, anchor=own)) if anchor else []
+    pack = PackConfig(sequence_length=2, variant="full")
+    if (training := checkpoint.training) is not None:
+        pack = PackConfig(sequence_length=2, anchor=training.anchor, variant=training.variant)
+    ids = anchor_ids(tokenizer, pack) if anchor else []
+    if not anchor and (first := first_of_prompts(tokenizer, pack)) and not begins_with_anchor(tokenizer, pack):
+        say(f"anchor    prompts do not begin with {first}, as every row of the training did; --anchor puts it there")
     name = suite.dtype or ("float32" if config.dtype is None else str(config.dtype).removeprefix("torch."))
     settings = kept.Settings(weights=kept.weights_digest(Path(folder)), anchor=ids, dtype=name)
     dtype, device = getattr(torch, name), torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -65,7 +65,7 @@ def load_for_training(
     from torchtrain.attention.hf import implementation_name, register
     from torchtrain.attention.recurrent import separate_layers
     from torchtrain.attention.separation import check_separation
-    from torchtrain.modeling.rotation import check_rotation, rotate_in_float32, round_queries_and_keys
+    from torchtrain.modeling.rotation import check_rotation, rotate_in_float32
 
     register()
     with nullcontext() if cutter is None else cutter.world.together():  # before ranks gather what they hold
@@ -81,8 +81,6 @@ def load_for_training(
     separate_layers(loaded)
     if model.rotation == "float32":
         rotate_in_float32(loaded)
-    if model.round_qk != "none":
-        round_queries_and_keys(loaded, model.round_qk, model.round_qk_bits)
     if model.lora is not None:
         add_adapters(loaded, model.lora, seed)
         use_float32_products(loaded)  # those of adapters, too

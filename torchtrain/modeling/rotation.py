@@ -1,4 +1,4 @@
-"""In which precision q and k are rotated and kept: RoPE in float32, and the rounding of `model.round_qk`.
+"""In which precision q and k are rotated and kept: RoPE in float32, and emulated roundings.
 
 RoPE in float32, whatever the model's dtype: q and k are rotated in float32 and rounded once.
 Transformers makes cos and sin in float32 and casts them to the model's dtype, so each product and sum of the rotation
@@ -45,8 +45,7 @@ def round_queries_and_keys(model: nn.Module, place: Literal["before_rope", "afte
     layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
     if not layers or any(hasattr(module, "q_norm") for module in layers):
         raise UserError(
-            "model.round_qk: the model's attention is not q_proj and k_proj, then RoPE; choose a LLaMA, or set it to "
-            "none"
+            "the rounding of q and k: the model's attention is not q_proj and k_proj, then RoPE; choose a LLaMA"
         )
     for layer in layers:
         if place == "after_rope":

@@ -61,7 +61,7 @@ def print_plan(config: Config, machine: Machine, pace: Pace, document_tokens: fl
     if config.train.epochs is not None:
         raise UserError(
             f"train.epochs {config.train.epochs:g}: a plan packs no documents, so it takes steps; a run says their "
-            "number before the first: train.epochs=null train.steps=N"
+            "number before the first: train.steps=N"
         )
     check_layout(config, machine.processes)
     documents = read_documents(config, document_tokens)

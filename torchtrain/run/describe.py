@@ -7,6 +7,7 @@ import numpy as np
 
 from torchtrain.config import Config, PackConfig
 from torchtrain.data import Split, TokenStore
+from torchtrain.data.encode import list_special_tokens
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.world import World
 from torchtrain.modeling.rope import describe as describe_rope
@@ -57,6 +58,9 @@ def describe_setup(config: Config, setup: "Setup", world: World, log: Callable[[
     if store.targets is not None:
         answers = sum(int(shard.sum()) for shard in store.targets)
         log(f"answers   {answers:,} of the corpus's {store.token_count:,} tokens are targets")
+        ends = [*list_special_tokens(setup.source.tokenizer).values()]
+        if not any(np.isin(ids[of], ends).any() for ids, of in zip(store.shards, store.targets, strict=True)):
+            log("warning   no special token is a target, so the model learns no end of an answer (docs/fine-tuning.md)")
     if missing := _left_out(store, plan.dropped_tokens, rows.too_long):
         log(f"left out  {missing}")
     if bare := _domains_without_held_out(store, setup.split):

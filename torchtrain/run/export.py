@@ -13,6 +13,7 @@ from torch import Tensor
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import follow_umask
 from torchtrain.config import Config
+from torchtrain.data.dataset import begins_with_anchor, first_of_prompts
 from torchtrain.modeling.adapters import FOLDER as ADAPTER
 from torchtrain.modeling.adapters import save_adapter, split_off
 from torchtrain.modeling.save import reader_notes, save_folder
@@ -59,7 +60,10 @@ def export_step(
     if weights is not None and (name := first_not_finite(weights.items())) is not None:
         raise UserError(f"{name} is not finite after step {step}, so the model was not written to {target}")
     notes = reader_notes(setup.model.config)
-    card = model_card(config, setup.model.config, step, notes)
+    first = first_of_prompts(setup.source.tokenizer, config.pack)
+    if first and not begins_with_anchor(setup.source.tokenizer, config.pack):
+        notes = [*notes, f"every reader: begin each prompt with {first}, which this tokenizer does not add by itself"]
+    card = model_card(config, setup.model.config, step, notes, first)
     try:
         with folder.new_export(target) as made:
             export(setup.model, setup.source.tokenizer, made, weights, write_adapter, card)
@@ -104,8 +108,12 @@ def export(
     follow_umask(folder)
 
 
-def model_card(config: Config, model_config: "PretrainedConfig", step: int, notes: Sequence[str]) -> str:
-    """Return a README.md for an exported model: how it was trained, how to load it, and notes for other readers."""
+def model_card(
+    config: Config, model_config: "PretrainedConfig", step: int, notes: Sequence[str], anchor: str = ""
+) -> str:
+    """Return a README.md for an exported model: how it was trained, how to load it, what a prompt begins with, and
+    notes for other readers.
+    """
     pack, train = config.pack, config.train
     tokens = step * train.sequences_per_step * pack.sequence_length
     base = _SMOLLM2_ID if config.model.source == SMOLLM2 else config.model.source
@@ -125,6 +133,8 @@ def model_card(config: Config, model_config: "PretrainedConfig", step: int, note
         "",
         "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.",
     ]
+    if anchor:
+        lines += ["", f"**Every prompt begins with {anchor}**: rows did, and every token sees it."]
     if notes:
         lines += ["", "Other readers need these settings:", "", *(f"- {note}" for note in notes)]
     return "\n".join(lines) + "\n"

@@ -50,6 +50,8 @@ _COMPILING = 60  # seconds that torch.compile takes in the first step
 _SHARE = 0.6  # of a matrix product's speed that training reached: 0.5 on a CPU with fast bfloat16, 0.9 on one without
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from torchtrain.evaluation.on_the_way import TrainingEvaluation
 
 # Seconds of a step above which a signal does not wait for its end: torchrun kills 30 s after it handed a signal on, in
@@ -75,6 +77,7 @@ def train(
     resume: bool = False,
     console: Console | None = None,
     started: float | None = None,
+    on_model: Callable[["PreTrainedModel"], None] = lambda model: None,
 ) -> Result | None:
     """Train as the config says; leave the model, `metrics.jsonl`, `loss.png` and the config in the run's folder.
 
@@ -86,6 +89,7 @@ def train(
         resume: if the folder holds a run, do what the function `resume` does.
         console: where people look; default: standard error.
         started: when the process began, by `time.perf_counter`; default: now.
+        on_model: called with the loaded model, for experiments; a run that resumes is not told of it.
 
     Returns:
         The result, on rank 0; None on the others, and if a run that is resumed is finished.
@@ -103,6 +107,7 @@ def train(
             return trainer.resume(None, locks)
         if resume:
             trainer.log(f"begin     a new run in {trainer.folder.path}")
+        trainer.on_model = on_model
         return trainer.begin(replace, locks)
 
 
@@ -154,6 +159,7 @@ class Trainer:
         with world.together():
             self.folder = RunFolder(config.run.folder)
         self._advice = f"to resume from the last checkpoint: torchtrain resume {self.folder.path}"
+        self.on_model: Callable[[PreTrainedModel], None] = lambda model: None
         self.evaluation: TrainingEvaluation | None = None
         self.session: Session | None = None
         self.step_seconds = math.inf  # of the last step, the same on all ranks
@@ -198,6 +204,7 @@ class Trainer:
         with self.world.together(), self.console.status("preparing") as spinner:
             report_progress = make_progress_printer(self.console, spinner, self.log)
             setup = set_up(self.config, self.log, report_progress, self.world, start)
+            self.on_model(setup.model)
             if self.evaluation is not None:  # before a folder is made, or an old run is renamed
                 self.evaluation.check_fits(setup.model, setup.source.tokenizer, self.log)
             if self.config.model.lora is not None and self.config.model.lora.dropout:

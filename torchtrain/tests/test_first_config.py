@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ from torchtrain.cli import app, main
 from torchtrain.config import load_config
 from torchtrain.data.corpus import read
 from torchtrain.run.export import model_card
+from torchtrain.tests.test_answers import CONVERSATION, byte_tokenizer
 from torchtrain.tests.test_files import ODD_NAMES
 from torchtrain.tests.tiny import POSITIONS, tiny_settings
 
@@ -50,6 +52,51 @@ def test_the_config_that_init_writes_trains(corpus, model_folder, tmp_path, monk
     note = "vLLM: takes max_position_embeddings times the factor"
     assert f"- {note}" in card
     assert f"readers   {note}" in told.output
+
+
+ANSWERED = {
+    "messages": {"messages": CONVERSATION, "id": "a long name of a conversation, longer than what is said in it"},
+    "completion": {"prompt": "Q: 2+2? A:", "completion": " 4", "source": "a long name of where it was found"},
+    "tokens": {"input_ids": [*range(3, 30)], "completion_mask": [0] * 9 + [1] * 18},
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERED)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_init_sees_documents_with_answers(model_folder, tmp_path, monkeypatch, kind, ending):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model_folder(), "source")
+    unmarked = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    byte_tokenizer(unmarked + "{% if add_generation_prompt %}<|assistant|>{% endif %}").save_pretrained("source")
+    (tmp_path / "chats").mkdir()
+    records = [ANSWERED[kind]] * 60
+    if ending == "jsonl":
+        Path("chats/a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    else:
+        Dataset.from_list(records).to_parquet("chats/a.parquet")
+    told = call("init", "chats", "source", "--out", "mine.yaml")
+    assert told.exit_code == 0, told.output
+    assert f"records: {kind}; only answers are targets" in told.stdout
+    config = load_config("mine.yaml")
+    assert (config.data.sources[0].records, config.train.epochs) == (kind, 3.0)
+    assert (config.pack.strategy, config.pack.longer, config.rope.type) == ("best_fit", "drop", "keep")
+    assert len(Path("mine.yaml").read_text().splitlines()) <= 25
+    if ending == "jsonl":
+        told = call("train", "mine.yaml", "train.steps=1", "model.dtype=float32", "data.held_out_share=0")
+        assert told.exit_code == 0, told.output
+        ends = kind == "completion"  # with the EOS; the template and the ids write no closing token
+        assert ("warning   no special token is a target" in told.output) is not ends
+        card = Path("runs/mine/model/README.md").read_text()
+        assert "**Every prompt begins with `</s>`**" in card
+        assert "begin each prompt with `</s>`, which this tokenizer does not add by itself" in card
+
+
+def test_init_names_what_no_template_renders(model_folder, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(ANSWERED["messages"]))
+    told = call("init", tmp_path / "a.jsonl", model_folder(), "--out", tmp_path / "mine.yaml")
+    assert told.exit_code == 2
+    assert "the tokenizer has no chat template; set tokenizer.chat_template" in told.stderr
+    assert not (tmp_path / "mine.yaml").exists()
 
 
 def test_short_rows_leave_the_models_length_in_its_card():
@@ -100,14 +147,16 @@ def test_init_says_what_it_leaves_out(model_folder, tmp_path, monkeypatch):
     for name in ("both", "binary", "odd.jsonl", "half.jsonl"):
         shares[name] = call("init", name, model_folder(), "--out", f"{name}.yaml", "--length", "64")
     assert "left out  2 .txt, 1 .md files beside 1 .jsonl; add a source to data.sources" in shares["both"].stdout
-    assert "left out  1 of the first 3 records hold no text: binary/c.txt: is not UTF-8; the" in shares["binary"].stdout
+    assert "1 of the first 3 records hold no document: binary/c.txt: is not UTF-8; the" in shares["binary"].stdout
     assert load_config("binary.yaml").data.bad_record_share == 0.67
     said = shares["odd.jsonl"].stdout
     for part in ("odd.jsonl:21: 'text' is null (2 such)", ":22: 'text' is not a string", ":27: is not JSON: Expecting"):
         assert part in said
     assert load_config("odd.jsonl.yaml").data.bad_record_share == 0.58
     assert shares["half.jsonl"].exit_code == 2
-    assert "DATA: 8 of the first 16 records hold no text: half.jsonl:9: 'text' is null" in shares["half.jsonl"].stderr
+    assert (
+        "DATA: 8 of the first 16 records hold no document: half.jsonl:9: 'text' is null" in shares["half.jsonl"].stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +172,7 @@ def test_init_says_what_it_leaves_out(model_folder, tmp_path, monkeypatch):
             "DATA broken.jsonl:2: is not JSON: Expecting ',' delimiter at character 14; ",
         ),
         ("words.jsonl", None, "a.yaml", "DATA words.jsonl:1: is no object; write one such as {"),
-        ("half.jsonl", None, "a.yaml", "DATA: 1 of the first 2 records hold no text: half.jsonl:2: is not "),
+        ("half.jsonl", None, "a.yaml", "DATA: 1 of the first 2 records hold no document: half.jsonl:2: is not "),
         ("docs.jsonl", None, "a.yaml", "longer than all documents together, about 7 tokens; give more documents, or a"),
         ("blank.jsonl", None, "a.yaml", "DATA 'blank.jsonl': holds no record; give documents"),
         ("docs.jsonl", "/no/such", "a.yaml", "no folder with a config.json here"),

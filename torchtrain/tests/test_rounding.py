@@ -1,4 +1,4 @@
-"""`model.round_qk`: bfloat16's rounding of q and k, emulated in float32, before and after RoPE."""
+"""bfloat16's rounding of q and k, emulated in float32, before and after RoPE."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from anchorline.errors import UserError
 from torchtrain.attention import make_plan
 from torchtrain.attention.hf import register
 from torchtrain.attention.rounding import round_mantissa
-from torchtrain.config import ModelConfig
 from torchtrain.modeling.head import hidden_states
 from torchtrain.modeling.rotation import round_queries_and_keys
 from torchtrain.tests.tiny import tiny_model
@@ -47,8 +46,6 @@ def test_only_rounding_after_rope_breaks_relativity(place):
     assert shifted > 100 * noise if place == "after_rope" else shifted < 100 * noise
 
 
-def test_it_is_for_float32_and_for_projections_that_rope_follows():
-    with pytest.raises(ValueError, match="round_qk after_rope: works only with dtype float32"):
-        ModelConfig(source="m", dtype="bfloat16", round_qk="after_rope")
-    with pytest.raises(UserError, match=r"model\.round_qk"):
+def test_it_is_for_projections_that_rope_follows():
+    with pytest.raises(UserError, match="not q_proj and k_proj, then RoPE"):
         round_queries_and_keys(torch.nn.Linear(2, 2), "after_rope", 7)
