@@ -91,14 +91,6 @@ def test_init_sees_documents_with_answers(model_folder, tmp_path, monkeypatch, k
         assert "begin each prompt with `</s>`, which this tokenizer does not add by itself" in card
 
 
-def test_init_names_what_no_template_renders(model_folder, tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps(ANSWERED["messages"]))
-    told = call("init", tmp_path / "a.jsonl", model_folder(), "--out", tmp_path / "mine.yaml")
-    assert told.exit_code == 2
-    assert "the tokenizer has no chat template; set tokenizer.chat_template" in told.stderr
-    assert not (tmp_path / "mine.yaml").exists()
-
-
 def test_short_rows_leave_the_models_length_in_its_card():
     config = load_config("demo", ["pack.sequence_length=512"])
     card = model_card(config, LlamaConfig(max_position_embeddings=8192), 3, [])
