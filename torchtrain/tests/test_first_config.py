@@ -19,7 +19,7 @@ from torchtrain.cli import app, main
 from torchtrain.config import load_config
 from torchtrain.data.corpus import read
 from torchtrain.run.export import model_card
-from torchtrain.tests.test_answers import CONVERSATION, byte_tokenizer
+from torchtrain.tests.test_answers import CONVERSATION, PLAIN, byte_tokenizer
 from torchtrain.tests.test_files import ODD_NAMES
 from torchtrain.tests.tiny import POSITIONS, tiny_settings
 
@@ -55,40 +55,29 @@ def test_the_config_that_init_writes_trains(corpus, model_folder, tmp_path, monk
 
 
 ANSWERED = {
-    "messages": {"messages": CONVERSATION, "id": "a long name of a conversation, longer than what is said in it"},
-    "completion": {"prompt": "Q: 2+2? A:", "completion": " 4", "source": "a long name of where it was found"},
+    "messages": {"messages": CONVERSATION, "id": "longer than what is said"},
+    "completion": {"prompt": "Q: 2+2? A:", "completion": " 4", "source": "longer than what is said"},
     "tokens": {"input_ids": [*range(3, 30)], "completion_mask": [0] * 9 + [1] * 18},
 }
 
 
 @pytest.mark.parametrize("kind", ANSWERED)
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_init_sees_documents_with_answers(model_folder, tmp_path, monkeypatch, kind, ending):
+def test_init_sees_documents_with_answers(model_folder, tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model_folder(), "source")
-    unmarked = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    byte_tokenizer(unmarked + "{% if add_generation_prompt %}<|assistant|>{% endif %}").save_pretrained("source")
-    (tmp_path / "chats").mkdir()
-    records = [ANSWERED[kind]] * 60
-    if ending == "jsonl":
-        Path("chats/a.jsonl").write_text("\n".join(map(json.dumps, records)))
-    else:
-        Dataset.from_list(records).to_parquet("chats/a.parquet")
-    told = call("init", "chats", "source", "--out", "mine.yaml")
+    byte_tokenizer(PLAIN.replace("<|im_end|>", "")).save_pretrained("source")
+    Path("a.jsonl").write_text("\n".join([json.dumps(ANSWERED[kind])] * 60))
+    Dataset.from_list([ANSWERED[kind]] * 60).to_parquet("a.parquet")
+    for data in ("a.parquet", "a.jsonl"):
+        told = call("init", data, "source", "--out", f"{data}.yaml")
+        assert f"records: {kind}; only answers are targets" in told.stdout, told.output
+    pack = load_config("a.jsonl.yaml").pack
+    assert (pack.strategy, pack.longer) == ("best_fit", "drop")
+    told = call("train", "a.jsonl.yaml", "train.steps=1", "model.dtype=float32", "data.held_out_share=0")
     assert told.exit_code == 0, told.output
-    assert f"records: {kind}; only answers are targets" in told.stdout
-    config = load_config("mine.yaml")
-    assert (config.data.sources[0].records, config.train.epochs) == (kind, 3.0)
-    assert (config.pack.strategy, config.pack.longer, config.rope.type) == ("best_fit", "drop", "keep")
-    assert len(Path("mine.yaml").read_text().splitlines()) <= 25
-    if ending == "jsonl":
-        told = call("train", "mine.yaml", "train.steps=1", "model.dtype=float32", "data.held_out_share=0")
-        assert told.exit_code == 0, told.output
-        ends = kind == "completion"  # with the EOS; the template and the ids write no closing token
-        assert ("warning   no special token is a target" in told.output) is not ends
-        card = Path("runs/mine/model/README.md").read_text()
-        assert "**Every prompt begins with `</s>`**" in card
-        assert "begin each prompt with `</s>`, which this tokenizer does not add by itself" in card
+    # The EOS closes a completion; the template and the ids write no closing token.
+    assert ("warning   no special token is a target" in told.output) is (kind != "completion")
+    assert "**Every prompt begins with `</s>`**" in Path("runs/a.jsonl/model/README.md").read_text()
 
 
 def test_short_rows_leave_the_models_length_in_its_card():
