@@ -74,7 +74,6 @@ def test_init_sees_documents_with_answers(model_folder, tmp_path, monkeypatch, k
     assert load_config("a.jsonl.yaml").pack.longer == "drop"
     told = call("train", "a.jsonl.yaml", "train.steps=1", "model.dtype=float32", "data.held_out_share=0")
     assert told.exit_code == 0, told.output
-    # The EOS closes a completion; the template and the ids write no closing token.
     assert ("warning   no special token is a target" in told.output) is (kind != "completion")
     assert "**Every prompt begins with `</s>`**" in Path("runs/a.jsonl/model/README.md").read_text()
 
