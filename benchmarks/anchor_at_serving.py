@@ -12,6 +12,7 @@ Legend: T tokens of a document.
 
 import argparse
 import json
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -76,9 +77,12 @@ def table(result: dict[str, object]) -> str:
     """Return the page's part."""
     losses: dict = result["losses"]  # type: ignore[assignment]
     lines = [
-        f"{result['documents']} held-out documents, {result['model']} before and after {result['steps']} steps of "
-        f"{result['tokens']:,} tokens in rows with an anchor; nats a token that leaving the anchor out adds, with 95% "
-        "intervals over documents:",
+        *textwrap.wrap(
+            f"{result['documents']} held-out documents, {result['model']} before and after {result['steps']} steps of "
+            f"{result['tokens']:,} tokens in all, in rows with an anchor. Nats a token that leaving it out adds, "
+            "with 95% intervals over documents:",
+            100,
+        ),
         "",
         "| token of the document | before training | after it |",
         "| --- | --- | --- |",
