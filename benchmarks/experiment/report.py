@@ -57,6 +57,7 @@ def write_report(
 
 def _answers(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> Iterator[str]:
     runs, failed = list(experiment.runs()), sum(not base["passed"] for base in bases.values())
+    left = _left(experiment, measured, bases)
     done = f"{sum(run in measured for run in runs)} of {len(runs)} runs are measured"
     yield f"{done}; {failed} of {len(bases)} bases did not pass the gate and are left out."
     yield ""
@@ -65,9 +66,15 @@ def _answers(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
     rows = []
     for contrast, effect, p in zip(experiment.contrasts, effects, corrected, strict=True):
         shown = ["-"] * 4 if effect is None or effect.seeds < 2 else _shown(effect, p)
-        rows.append([contrast.question, *shown, read(contrast, effect, p)])
+        rows.append([contrast.question, *shown, "interim" if left and shown[0] != "-" else read(contrast, effect, p)])
     head = ["question", "effect, nats, 95% interval", "seeds", "p by Holm", "80% power at", "answer"]
     yield from _table(head, rows)
+
+
+def _left(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> list[Run]:
+    """The runs that are still to come. Until there is none, what the others show is interim."""
+    passed = {seed: base["passed"] for seed, base in bases.items()}
+    return [run for run in experiment.runs() if run not in measured and passed.get(str(run.seed), True)]
 
 
 def _shown(effect: Estimate, p: float) -> list[str]:
@@ -76,8 +83,8 @@ def _shown(effect: Estimate, p: float) -> list[str]:
 
 
 def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> Iterator[str]:
-    if not measured:
-        yield "Nothing is measured yet."
+    if left := _left(experiment, measured, bases):
+        yield f"{len(left)} runs are still to be measured; the tables by cell follow then."
         return
     distances = sorted(experiment.measure.distances)
     head = ["arithmetic", "mask", "seeds", *(f"at {distance}" for distance in distances), "mean", "without BOS", "sink"]
