@@ -19,7 +19,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 train: setup  ## extend SmolLM2-135M on real documents with AnchorAttention (configs/demo.yaml)
-	@echo "==> training configs/demo.yaml: it needs 6 GiB of memory, and on two cores 4 to 10 minutes"
+	@echo "==> training configs/demo.yaml: it needs 6 GiB of memory, and on two cores 3 to 10 minutes"
 	@rm -rf runs/demo.replaced-*
 	@$(BIN)/torchtrain train configs/demo.yaml --replace
 	@echo "==> next, with documents of your own (a folder, or a .jsonl file):"
