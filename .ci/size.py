@@ -23,9 +23,9 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_000,
+    "lines of code": 30_500,
     "lines of tests' code": 22_350,
-    "lines of source": 45_700,
+    "lines of source": 44_800,
     "lines of tests": 29_000,
     "words of docs": 31_500,
     "settings without description": 0,
