@@ -24,9 +24,9 @@ SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
     "lines of code": 30_500,
-    "lines of tests' code": 22_350,
+    "lines of tests' code": 22_450,
     "lines of source": 44_800,
-    "lines of tests": 29_000,
+    "lines of tests": 29_100,
     "words of docs": 31_500,
     "settings without description": 0,
 }

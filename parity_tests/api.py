@@ -12,7 +12,7 @@ import torchtrain
 HEAD = """# Python API
 
 `import torchtrain` is cheap: torch and transformers are imported with the first use of a function.
-[The example](../README.md#in-your-own-training-loop) has all four in their places.
+[The example](../README.md#in-your-own-training-loop) has three of them in their places.
 `python -m parity_tests.api > docs/api.md` makes this page from the docstrings."""
 FUNCTIONS = ("pack", "attach", "collate", "extend")
 

@@ -19,7 +19,7 @@ from torchtrain.training.strategy import Replicated, Strategy, Zero
 
 
 class State(ABC):
-    """What must be kept of a strategy between two steps, no gradient added up."""
+    """What must be kept of a strategy that is between two steps: no gradient is added up."""
 
     everywhere = False  # whether every rank holds all of it
 

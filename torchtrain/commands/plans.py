@@ -139,4 +139,5 @@ def config(
 
         resolved = load_config(file, overrides or [])
         typer.echo(dump_config(resolved), nl=False)
-        print(f"# saves {describe_schedule(resolved.save, resolved.train)}; `torchtrain plan` counts the bytes")
+        counted = "" if resolved.train.epochs is not None else "; `torchtrain plan` counts the bytes"
+        print(f"# saves {describe_schedule(resolved.save, resolved.train)}{counted}")

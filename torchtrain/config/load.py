@@ -86,9 +86,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         return fill_empty_sections(tree)
 
     # Of steps and epochs, one given on the command line replaces the file's other.
-    given = {name for name in ("steps", "epochs") if any(of.startswith(f"train.{name}=") for of in overrides)}
-    if len(given) == 1:
-        overrides = [*overrides, f"train.{'epochs' if given == {'steps'} else 'steps'}=null"]
+    given = dict(of.split("=", 1) for of in overrides if of.startswith(("train.steps=", "train.epochs=")))
+    if len(given) == 1 and next(iter(given.values())).strip() not in ("null", "~", ""):
+        overrides = [*overrides, f"train.{'epochs' if 'train.steps' in given else 'steps'}=null"]
     return settings.load(Config, path, overrides, example=EXAMPLE, prepare=fill)
 
 

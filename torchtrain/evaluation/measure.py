@@ -93,7 +93,7 @@ def plan(
 ) -> list[Job]:
     """Return the jobs that are left to measure of a model. Report the tasks that cannot run, and those that are done.
 
-    model, suite, lengths, say: as for `evaluate`.
+    lengths: as for `evaluate`. say: takes one line at a time.
     out: folder of the results; None: nothing is read or written there.
     replace_old: measure again the results of other weights, settings or samples, which are refused otherwise.
     cannot: why a task cannot run at a length; what is found out is added, and neither tried nor said again.
@@ -142,7 +142,7 @@ def measure(
 ) -> None:
     """Measure jobs of one model, and write a file for each result.
 
-    model, suite, out, log, say: as for `evaluate`.
+    out, log: as for `evaluate`. say: takes one line at a time.
     pulse: called between two batches of prompts, and between two documents.
     """
     jobs = iter(jobs)

@@ -112,7 +112,7 @@ class Suite(Section):
     )
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | Name] | None = Field(
         default=None,
-        description="with backend torch: lay the layers on several GPUs by accelerate (auto), or say which module "
+        description="lay the layers on several GPUs by accelerate (auto), or say which module "
         "goes where: {model.embed_tokens: 0, ...}; default: one device holds all",
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(default=None, description="default: as the weights are saved")

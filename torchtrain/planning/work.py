@@ -116,6 +116,8 @@ def describe_schedule(save: SaveConfig, train: TrainConfig) -> str:
     """Return, in words, at which steps a run saves."""
     if not save.every:
         return "never"
+    if train.epochs is not None:  # the rows say how many steps that is
+        return f"every {save.every:,} steps, and after the last"
     steps = [*save.before_last(train.steps)[:3], train.steps]
     shown = [f"{step:,}" for step in steps]
     return f"after step {', '.join(shown)}" if len(steps) < 4 else f"after step {shown[0]}, {shown[1]} ... {shown[-1]}"

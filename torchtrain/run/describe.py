@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def describe_setup(config: Config, setup: "Setup", world: World, log: Callable[[str], None]) -> None:
     """Log the model, its rows, and what a user may not expect of either."""
-    source, loaded, store, rows, steps = setup.source, setup.loaded, setup.store, setup.rows, setup.steps
+    source, loaded, store, rows, steps = setup.source, setup.loaded, setup.store, setup.rows, setup.record.steps
     model, words = loaded.model, loaded.words
     count = _count(model.parameters())
     log(f"model     {config.model.source}: {count:,} parameters in {config.model.dtype} on {world.device}")

@@ -199,7 +199,10 @@ class RunFolder:
         except ValidationError as error:
             first = error.errors()[0]
             place = one_line(".".join(map(str, first["loc"])))
-            raise UserError(f"{self.record}: is damaged: {place}: {first['msg']}; put it back") from None
+            raise UserError(
+                f"{self.record}: is damaged, or of another version of torchtrain: {place}: {first['msg']}; put it "
+                "back, or take the version that began the run"
+            ) from None
 
     def read_config(self, overrides: Sequence[str] = ()) -> Config:
         """Return the config that the run wrote, with overrides.

@@ -178,11 +178,11 @@ class Trainer:
 
     def resume(self, step: int | None, locks: ExitStack) -> Result | None:
         """Resume the run in the folder; see the function `resume`."""
+        self.termination.advice = self._advice
         self.check(new=False)
         start = find_start(self.config, self.folder, self.world, step, locks, self.log)
         if start is None:
             return None
-        self.termination.advice = self._advice
         setup = self.set_up(start)
         return_to(start, self.config, setup, self.folder, self.world, self.log)
         return self.train(setup, start.checkpoint)
@@ -226,7 +226,7 @@ class Trainer:
         Returns:
             As the function `train`.
         """
-        self.config = self.config.model_copy(update={"train": self.config.train.with_steps(setup.steps)})
+        self.config = self.config.model_copy(update={"train": self.config.train.with_steps(setup.record.steps)})
         config, folder = self.config, self.folder
         counter = FlopCounter.of(setup.model)
         strategy = make_strategy(setup.model, setup.loaded.engine, config, self.world)

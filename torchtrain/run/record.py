@@ -44,7 +44,7 @@ class RunRecord(BaseModel):
     fused: str
     processes: int
     steps: Annotated[int, Field(gt=0, lt=2**63)]
-    identity: dict[str, Any]  # what all of it is made of, as JSON: also in every checkpoint
+    identity: dict[str, dict[str, Any]]  # what all of it is made of, as JSON: also in every checkpoint
     model_origin: dict[str, Any]
     corpus_fingerprint: str
     corpus: Corpus
@@ -53,18 +53,19 @@ class RunRecord(BaseModel):
         """Return how the run's models are trained.
 
         Raises:
-            UserError: `config` is no config.
+            UserError: `config` is no config, or `identity` holds something else than a run's.
         """
         config = validate(Config, self.config, "the run's config")
         pack, data = config.pack, self.identity.get("data", {})
-        return Training(
-            model=config.model.source,
-            variant=pack.variant,
-            anchor=pack.anchor,
-            split=pack.split if pack.interleave else None,
-            sequence_length=pack.sequence_length,
-            rope=self.identity.get("model", {}).get("rope_parameters") or {},
-            steps=self.steps,
-            sequences_per_step=config.train.sequences_per_step,
-            data=(self.corpus.made_of or {}) if "prepared" in data else data,  # a store has its fingerprint alone
-        )
+        found = {
+            "model": config.model.source,
+            "variant": pack.variant,
+            "anchor": pack.anchor,
+            "split": pack.split if pack.interleave else None,
+            "sequence_length": pack.sequence_length,
+            "rope": self.identity.get("model", {}).get("rope_parameters") or {},
+            "steps": self.steps,
+            "sequences_per_step": config.train.sequences_per_step,
+            "data": (self.corpus.made_of or {}) if "prepared" in data else data,  # a store has its fingerprint alone
+        }
+        return validate(Training, found, "the run's identity")

@@ -118,7 +118,6 @@ class Setup:
 
     source: Source
     loaded: LoadedModel
-    steps: int  # of the whole run
     store: TokenStore
     split: Split
     rows: PackedRows
@@ -167,18 +166,17 @@ def set_up(
     steps = count_steps(config.train, rows) if began is None else began.steps
 
     kept = began.engine if began is not None and config.model.attention == "auto" else None
-    engine, measured = choose_engine(config, engine, kept, source.own_config, rows, world)
+    chosen = choose_engine(config, engine, kept, source.own_config, rows, world)
     log(f"loading {config.model.source}")
-    loaded = load_model(config, source, engine, fused, world)
-    loaded.words["attention"] = measured
+    loaded = load_model(config, source, chosen, fused, world)
     identity["weights"] = {"sha256": loaded.sha256}
     start.check(identity)
     verified()
     record = RunRecord(
         config=config.model_dump(mode="json"),
         device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
-        engine=engine,
-        engine_measured=measured,
+        engine=loaded.engine,
+        engine_measured=loaded.words["attention"],
         activation_checkpointing=loaded.recomputes,
         fused=loaded.fused,
         processes=world.size,
@@ -195,7 +193,7 @@ def set_up(
             copies_moved=split.moved,
         ),
     )
-    setup = Setup(source, loaded, steps, store, split, rows, held_out, record)
+    setup = Setup(source, loaded, store, split, rows, held_out, record)
     describe_setup(config, setup, world, log)
     return setup
 
@@ -235,20 +233,22 @@ def open_source(config: Config, device: torch.device, log: Callable[[str], None]
     return Source(base, folder, own_config, extended, tokenizer), engine
 
 
-def load_model(config: Config, source: Source, engine: str, fused: tuple[Any, str], world: World) -> LoadedModel:
+def load_model(
+    config: Config, source: Source, engine: tuple[str, str], fused: tuple[str, str], world: World
+) -> LoadedModel:
     """Load the model onto this rank's device, and digest its weights while they are read.
 
     Args:
         config: the run's.
         source: what `open_source` returned.
-        engine: of attention.
+        engine: what `choose_engine` returned.
         fused: what `choose_fused` returned.
         world: this rank's place.
 
     Raises:
         UserError: the files differ between ranks, or cannot be read.
     """
-    settings, recomputation = choose_recomputation(config, source.config, engine, world)
+    settings, recomputation = choose_recomputation(config, source.config, engine[0], world)
     settings = settings.model_copy(update={"fused": fused[0]})
     # ZeRO 3 cuts the model up while it is read, because no process has room for the whole of it.
     cutter = Cutter(config, world) if config.distributed.zero_stage == 3 else None
@@ -256,11 +256,12 @@ def load_model(config: Config, source: Source, engine: str, fused: tuple[Any, st
     # The files are read once: for their digest, and by the side of that into the model.
     digest = in_background(partial(digest_weights, source.folder), "digest-weights") if world.rank == 0 else lambda: ""
     seed = config.run.seed
-    model = load_for_training(source.folder, source.config, settings, engine, world.device, cutter, seed)
+    model = load_for_training(source.folder, source.config, settings, engine[0], world.device, cutter, seed)
     with world.together():
         sha256 = digest()
-    words = {"layers": recomputation, "fused": fused[1], "threads": share_cores(config.distributed, world.device) or ""}
-    return LoadedModel(model, engine, settings.activation_checkpointing, fused[0], world.from_first(sha256), words)
+    threads = share_cores(config.distributed, world.device) or ""
+    words = {"layers": recomputation, "fused": fused[1], "threads": threads, "attention": engine[1]}
+    return LoadedModel(model, engine[0], settings.activation_checkpointing, fused[0], world.from_first(sha256), words)
 
 
 def count_steps(train: TrainConfig, rows: PackedRows) -> int:
@@ -285,18 +286,20 @@ def pack_rows(
     domain is measured, however large it is.
 
     Raises:
-        UserError: no documents to train on, or none held out; or no row has a target.
+        UserError: no documents to train on; `data.held_out_share` holds none out; no row has a target; or the documents
+            of a domain do not fit into its part of a row of `held_out.together`.
     """
     train, held = split.train, split.held_out
 
     anchor, pad, length = anchor_ids(tokenizer, config.pack), pad_id(tokenizer), config.pack.sequence_length
     tags = tag_ids(tokenizer, config.pack, store.domains)
 
-    def pack_documents(documents: np.ndarray, last: str, together: int = 1, tokens: int = length) -> PackedRows:
-        pack = config.pack.model_copy(update={"last": last, "sequence_length": tokens})
-        return PackedRows(store, documents, pack, config.run.seed, anchor, tags, pad, together)
+    def pack_held_out(documents: np.ndarray, tokens: int) -> PackedRows:
+        pack = config.pack.model_copy(update={"last": "pad", "sequence_length": tokens})
+        return PackedRows(store, documents, pack, config.run.seed, anchor, tags, pad)
 
-    rows = pack_documents(train, config.pack.last)
+    per_step = config.train.sequences_per_step
+    rows = PackedRows(store, train, config.pack, config.run.seed, anchor, tags, pad, per_step)
     if not any((rows[i]["shift_labels"] != IGNORED).any() for i in range(len(rows))):
         raise UserError(
             f"data.sources: no row has a token to train on: each of the {len(train):,} training documents is too short "
@@ -311,11 +314,17 @@ def pack_rows(
     by_domain = [held[store.document_domains[held] == domain] for domain in range(len(store.domains))]
     by_domain = [documents for documents in by_domain if len(documents)]
     most = range(config.held_out.sequences)
-    if not config.held_out.together:
-        held_out_rows = [pack_documents(documents, "pad") for documents in by_domain]
+    if not config.held_out.together or not by_domain:
+        held_out_rows = [pack_held_out(documents, length) for documents in by_domain]
         return rows, [rows[i] for rows in held_out_rows for i in most[: len(rows)]]
     tokens = len(anchor) + (length - len(anchor)) // len(by_domain)
-    parts = [pack_documents(documents, "pad", tokens=tokens) for documents in by_domain]
+    try:
+        parts = [pack_held_out(documents, tokens) for documents in by_domain]
+    except UserError as error:
+        raise UserError(
+            f"held_out.together: leaves {tokens:,} tokens of a row to each of {len(by_domain)} domains: {error}; or "
+            "set it to false"
+        ) from None
     held_out = []
     for i in most[: max(map(len, parts))]:
         spans = [span for part in parts if i < len(part) for span in part.spans(i)]
@@ -340,7 +349,7 @@ def _identity_of(data: DataConfig, source: Source) -> dict[str, Any]:
 def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
     """Return digests that change when a corpus gives other tokens, even if its files look the same."""
     places = hashlib.sha256(store.offsets.tobytes() + store.document_domains.tobytes()).hexdigest()
-    identity = {
+    return {
         "domains": store.domains,
         "documents": len(store),
         "tokens": store.token_count,
@@ -348,7 +357,6 @@ def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
         "sha256": store.header.sha256,
         "contents": hashlib.sha256(store.content_hashes.tobytes()).hexdigest(),
     }
-    return identity
 
 
 def _origin(source: str) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def return_to(start: Start, config: Config, setup: Setup, folder: RunFolder, wor
         if world.rank == 0:  # in this order: a run that is killed here resumes from the same step
             _note_start(folder, done, setup)
             Checkpoints(folder.checkpoints).remove_after(done)
-            folder.remove_later_exports(done, setup.steps)
+            folder.remove_later_exports(done, setup.record.steps)
             rewind_metrics(folder.metrics, events)
 
 

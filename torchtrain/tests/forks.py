@@ -120,6 +120,7 @@ PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "tokenizer": ("transformers", "AutoTokenizer.from_pretrained", _die, False),
     "model": ("transformers", "AutoModelForCausalLM.from_pretrained", _die, False),
     "folder": ("torchtrain.run.folder", "replace_file", _die, False),
+    "record": ("torchtrain.run.start", "check_config", _die, False),
     "replacement": ("torchtrain.run.folder", "write_file", _die, False),
     "gradient": ("torchtrain.training.step", "accumulate", _die, True),
     "update": ("torch.optim", "AdamW.step", _die, True),

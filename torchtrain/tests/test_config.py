@@ -109,6 +109,22 @@ def test_mistakes(load, override, message):
     assert re.search(message, refused(lambda: load(MINIMAL, override)))
 
 
+@pytest.mark.parametrize(
+    ("file", "override", "kept"),
+    [
+        ("{steps: 7}", "train.epochs=null", (7, None)),
+        ("{epochs: 2}", "train.epochs= null", (2000, None)),
+        ("{steps: 7, epochs: 2}", "train.steps=null", (2000, 2)),
+        ("{steps: 7}", "train.epochs=3", (2000, 3)),
+        ("{epochs: 2}", "train.steps=3", (3, None)),
+    ],
+)
+def test_steps_replace_epochs_and_null_replaces_nothing(tmp_path, file, override, kept):
+    (tmp_path / "mine.yaml").write_text(f"{MINIMAL}\ntrain: {file}\n")
+    train = load_config(tmp_path / "mine.yaml", [override]).train
+    assert (train.steps, train.epochs) == kept
+
+
 def test_the_schema_names_every_engine():
     assert get_args(ModelConfig.model_fields["attention"].annotation) == ("auto", *ENGINES)
 

@@ -165,11 +165,12 @@ def test_what_may_not_be_read_is_one_line(stopped, name):
     with tempfile.TemporaryDirectory() as folder:  # pytest's own is its user's alone
         Path(folder).chmod(0o755)
         run = Path(shutil.copytree(stopped, Path(folder) / "run"))
-        for path in [run, *run.rglob("*")]:
+        for path in [run, *run.rglob("*")] if os.geteuid() == 0 else []:
             os.chown(path, 65534, 65534)
         mode = (run / name).stat().st_mode
         (run / name).chmod(0)
         with unprivileged():
             told = told_by(run)
         (run / name).chmod(mode)
-        assert re.search("ermission denied", "\n".join(told)) or told[-1].startswith(WENT_ON), told
+        denied = re.search("ermission denied", "\n".join(told)) is not None
+        assert denied or (name in FREE and told[-1].startswith(WENT_ON)), told

@@ -91,6 +91,12 @@ def test_before_there_is_a_run(place, phase, number):
     assert not (place.folder / name).exists()
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+def test_before_a_resumed_run_is_set_up(place, straight, nth):
+    assert place.resume("straight", *(["--step", "4"] if nth == 2 else []), at="record", nth=nth, signal=TERM) == 143
+    assert place.last_line("straight").startswith("torchtrain: stopped by SIGTERM; to resume from the last checkpoint")
+
+
 def test_one_that_a_library_swallows_is_obeyed_before_the_first_step():
     """As in a destructor, from which Python lets no exception out."""
     with Termination() as termination:

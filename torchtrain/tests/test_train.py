@@ -1,5 +1,6 @@
 """Training end to end on tiny models, and the arithmetic of a step against naive twins in float64."""
 
+import itertools
 import json
 import shutil
 
@@ -192,6 +193,20 @@ def packed(tree, write_config, *overrides: str):
     store = prepare(config.data, tiny_tokenizer())
     split = split_documents(store, config.data.held_out_share, config.run.seed)
     return config, *pack_rows(config, store, tiny_tokenizer(), split), store
+
+
+def test_a_run_packs_the_rows_of_a_step_alike_and_may_hold_nothing_out(tree, write_config):
+    nothing = ("held_out.together=true", "data.held_out_share=0")
+    alike = ("pack.strategy=by_length", "train.sequences_per_step=4")
+    _, rows, held_out, _ = packed(tree, write_config, *nothing, *alike)
+    lengths = [sum(len(span.tokens) ** 2 for span in rows.spans(row)) for row in range(len(rows) // 4 * 4)]
+    steps = sorted(sorted(lengths[first : first + 4]) for first in range(0, len(lengths), 4))
+    assert held_out == []
+    assert len(steps) > 3
+    assert all(one[-1] <= other[0] for one, other in itertools.pairwise(steps)), "no step lies across another"
+    tag = f"pack.tag_template='{{domain}}{'ab' * (POSITIONS // 2)}'"  # fits into a row, and not into half of one
+    with pytest.raises(UserError, match=r"^held_out\.together: leaves \d+ tokens of a row to each of 2 domains: "):
+        packed(tree, write_config, "held_out.together=true", "pack.variant=anchor+tag", tag)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from torchtrain.config import Preparation, TokenizerConfig, load_config
 from torchtrain.data import prepare, prepare_store
 from torchtrain.modeling.source import open_tokenizer
 from torchtrain.run import recipe
+from torchtrain.run.folder import RunFolder
 from torchtrain.run.lock import hold
 from torchtrain.run.setup import set_up
 from torchtrain.run.verify import verify_folder
@@ -57,9 +58,10 @@ def test_a_run_and_its_store_are_verified(straight, place, tmp_path):
     flip(store / "tokens-00000.bin")
     assert findings(store) == ["True tokens"]
 
-    (run / "run.json").write_text(json.dumps({"made_by": record["made_by"], "config": []}))
-    with pytest.raises(UserError, match=r"run\.json: is damaged"):
-        findings(run)
+    for lie in ({"config": []}, {"identity": {"data": 5}}, {"identity": {"model": {"rope_parameters": 5}}}):
+        (run / "run.json").write_text(json.dumps(record | lie))
+        with pytest.raises(UserError, match=r"run\.json: is damaged|the run's identity: rope: 5"):
+            RunFolder(run).check_run().training()
     with pytest.raises(UserError, match=r"is neither a run's folder nor a token store's"):
         findings(tmp_path)
 

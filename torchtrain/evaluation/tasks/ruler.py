@@ -139,7 +139,7 @@ def make_samples(
     """Make samples of one task, each at most `length` tokens with the room for its answer (fwe_2024_10: without).
 
     The first n samples do not depend on how many are made. Questions (qa) whose own documents do not fit are left out.
-    Returns of each: `index`, `input`, `gen_prefix`, `outputs` (the answers), `any` (whether one answer is enough),
+    Returns samples: `index`, `input`, `gen_prefix`, `outputs` (the answers), `any` (whether one answer is enough),
     `length` (tokens of prompt, anchor and answer), `max_length`. Raises CannotRunError: the task's material is not set,
     or the length leaves no room; the message has the least length. Raises UserError: lm-eval is missing or another
     version, or the haystack is too short.
