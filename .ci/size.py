@@ -23,11 +23,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 30_500,
-    "lines of tests' code": 22_450,
-    "lines of source": 44_800,
-    "lines of tests": 29_100,
-    "words of docs": 31_500,
+    "lines of code": 31_100,
+    "lines of tests' code": 22_950,
+    "lines of source": 45_700,
+    "lines of tests": 29_700,
+    "words of docs": 32_300,
     "settings without description": 0,
 }
 
