@@ -333,7 +333,7 @@ def _masks(results: Results) -> Effects:
 
 
 def _places(results: Results) -> Effects:
-    """Errors of a document in one place over those in another, by its length; and the first token's attention."""
+    """Errors of a document in one place over those in another, by its length; the first token's attention; the loss."""
     records = [one for one in results.records if one.group == "place"]
     by_place: dict[Place, AttentionRecord | OutputsRecord] = {}
     for one in records:
@@ -341,6 +341,8 @@ def _places(results: Results) -> Effects:
         by_place[one.kind, tokens, one.condition, one.opening, one.d1, one.gap] = one
         if isinstance(one, AttentionRecord) and one.condition == FLASH:
             yield f"share.{one.opening}.{one.gap}.{tokens}", mean_of(one.difference.first_mass_unweighted.values)
+        if isinstance(one, OutputsRecord) and one.condition == FLASH and one.outputs.nll_p is not None:
+            yield f"nll.{one.opening}.{one.gap}.{tokens}", mean_of(one.outputs.nll_p.values)
     for (kind, tokens, condition, *place), one in by_place.items():
         for name, (a, b) in PLACES.items():
             other = by_place.get((kind, tokens, condition, *b))

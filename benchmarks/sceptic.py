@@ -115,3 +115,8 @@ else:  # the experiment before it: a loss for each checkpoint and distance
 
     equal = contrast(measured, ["exact-anchor"], [], at(32)) - contrast(measured, ["exact-full"], [], at(32 / ratio))
     print(f"anchor - full, equal time ({ratio:.3f}): {judge(equal)[0]} | {len(equal)} | -")
+    for place, distance in enumerate(content[0]["experiment"]["measure"]["distances"]):
+        gain = contrast(
+            measured, ["exact-anchor"], ["exact-intra"], lambda run, i=place: -np.mean(run["nats"], axis=0)[i]
+        )
+        print(f"anchor - intra, exact, at {distance}: {judge(gain)[0]} | {len(gain)} | -")

@@ -28,7 +28,7 @@ def test_the_pages_hold_the_numbers_of_the_kept_studies(page):
 def test_no_number_of_a_result_is_written_by_hand(page):
     prose = MARKER.sub("", page.split("## Methods")[0])
     prose = re.sub(r"\(?arXiv\s\d+\.\d+|https?://\S+|`[^`]*`|section\s[\d.]+", "", prose)
-    quoted = {"95%", "80%", "91%", "13%"}  # the levels of intervals and power, and another engine's measurement
+    quoted = {"95%", "80%", "91%", "13%", "89%"}  # the levels of intervals and power, and what another engine measured
     assert [number for number in RESULT.findall(prose) if number not in quoted] == []
 
 
