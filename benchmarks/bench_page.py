@@ -1,4 +1,4 @@
-"""Put results of `benchmarks.speed`, and of the command `torchtrain bench` that was before it, on a page of Markdown.
+"""Put results of `benchmarks.speed`, and of the command `torchtrain bench` before it, on a page of Markdown.
 Each result has a section between two marks.
 
 python -m benchmarks.bench_page --write docs/benchmarks.md benchmarks/results/attention-cpu.json ...
@@ -9,15 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
 from anchorline.files import save
 from anchorline.marked import MarkedPlace
-from anchorline.page import figure_style
-from anchorline.page.figures import SERIES
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def write(page: Path, sources: list[Path]) -> None:
@@ -26,23 +19,17 @@ def write(page: Path, sources: list[Path]) -> None:
     for source in sources:
         result = json.loads(source.read_text(encoding="utf-8"))
         start, end = f"<!-- made by benchmarks/bench_page of {source.name} -->", f"<!-- end of {source.name} -->"
-        text = MarkedPlace(start, end).put(text, _section(result, source, page.parent))
+        text = MarkedPlace(start, end).put(text, _section(result, source))
     save(page, text.encode())
 
 
-def _section(result: dict[str, Any], source: Path, folder: Path) -> str:
+def _section(result: dict[str, Any], source: Path) -> str:
     if result["what"] == "launches":
         where = f"`{result['command']}`, torch {result['torch']} (`benchmarks/results/{source.name}`)."
-        return f"{where}\n\n{_launches(result)}\n"
-    made = result["environment"]
-    where = f"{made['date']}, {made['device']}, `{made['command']}` (`benchmarks/results/{source.name}`)."
-    parts = [where, _TABLES[result["what"]](result)]
-    if result["what"] == "attention" and len({row["tokens"] for row in result["rows"]}) > 1:
-        figure = folder / "figures" / f"bench-{source.stem}.svg"
-        figure.parent.mkdir(exist_ok=True)
-        _draw(result, figure)
-        parts.append(f"![time over full attention by length](figures/{figure.name})")
-    return "\n\n".join(parts) + "\n"
+    else:
+        made = result["environment"]
+        where = f"{made['date']}, {made['device']}, `{made['command']}` (`benchmarks/results/{source.name}`)."
+    return f"{where}\n\n{_TABLES[result['what']](result)}\n"
 
 
 def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -114,31 +101,7 @@ def _over(result: dict[str, Any], loop: str, tokens: str) -> str:
     return f"{own['launches']:,} ({own['launches'] / its['launches']:.2f}), {own['gigabytes']:.0f}"
 
 
-_TABLES = {"attention": _attention, "step": _step}
-
-
-def _draw(result: dict[str, Any], path: Path) -> None:
-    """Draw time over that of full attention by length, for the rows with a mean number of live pairs."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in result["rows"]:
-        if "of_full" in row and row["row"] == "mean" and row["variant"] != "full":
-            lines.setdefault(_name_of(row), []).append((row["tokens"], row["of_full"]["median"]))
-    with matplotlib.rc_context(figure_style(f"bench-{path.stem}")):
-        canvas = Figure(figsize=(7.2, 3.4), layout="constrained")
-        axes = canvas.add_subplot()
-        for number, (name, points) in enumerate(lines.items()):
-            again, colour = divmod(number, len(SERIES))
-            axes.plot(*zip(*points, strict=True), color=SERIES[colour], marker="os^D"[again % 4], label=name)
-        lengths = sorted({tokens for points in lines.values() for tokens, _ in points})
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:,g}")
-        axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
-        axes.minorticks_off()
-        axes.set_xlabel("tokens a row")
-        axes.set_ylabel("time / full attention")
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        canvas.savefig(path, format="svg", metadata={"Date": None})
+_TABLES = {"attention": _attention, "step": _step, "launches": _launches}
 
 
 if __name__ == "__main__":
