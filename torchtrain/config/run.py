@@ -1,7 +1,7 @@
 """The run: its folder, saves, evaluations and logs."""
 
 import importlib.util
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -86,15 +86,23 @@ class EvaluationConfig(Section):
 
 
 class LogConfig(Section):
-    """Services that get the content of `metrics.jsonl`. Their packages must be installed."""
+    """Services that get the content of `metrics.jsonl` through accelerate's trackers. Their packages must be installed.
 
-    tensorboard: bool = Field(default=False, description="write TensorBoard events into the run's folder")
-    wandb: Name | None = Field(default=None, description="send to this project of Weights & Biases")
+    A run's folder is one run there, however often it is resumed.
+    """
+
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        default=[],
+        max_length=4,
+        description="any of tensorboard, wandb, mlflow, trackio; each takes its address and login in its own way",
+    )
+    project: Name = Field(default="anchorline", description="project there (MLflow: experiment); not of TensorBoard")
 
     def check_installed(self) -> None:
         """Check that the packages are installed. Raises UserError: one is not."""
-        for name, asked in (("tensorboard", self.tensorboard), ("wandb", self.wandb is not None)):
-            if asked and importlib.util.find_spec(name) is None:
+        for name in (*self.report_to, *["accelerate"] * bool(self.report_to)):
+            if importlib.util.find_spec(name) is None:
                 raise UserError(
-                    f"log.{name}: the package {name} is not installed: pip install {name}, or take the key out"
+                    f"log.report_to {self.report_to}: the package {name} is not installed: pip install {name}, or "
+                    "report to others"
                 )

@@ -1,8 +1,11 @@
-"""What a run reports: `metrics.jsonl`, `timing.jsonl`, progress, TensorBoard, Weights & Biases, `loss.png`."""
+"""What a run reports: `metrics.jsonl`, `timing.jsonl`, progress, services such as TensorBoard, `loss.png`."""
 
 import hashlib
 import io
 import itertools
+import json
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +13,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from unittest.mock import patch
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,7 +21,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.terminal import Console
 from torchtrain import data
 from torchtrain.config import Config, LogConfig
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 _SECONDS_BETWEEN_LINES = 5.0
 _SECONDS_WITHOUT_A_LINE = 30.0  # in which a log says nothing while a step runs
+_NOT_IN_NAMES = re.compile(r"[^\w. :-]")  # of MLflow's metrics; a domain may have any character
 
 
 def make_progress_printer(
@@ -198,40 +203,65 @@ def draw(events: Sequence[Mapping[str, Any]]) -> "Figure":
     return figure
 
 
-def _start_tensorboard(folder: Path, first: int, opened: ExitStack) -> Callable[[dict[str, float], int], None]:
-    from torch.utils.tensorboard import SummaryWriter
+def _start_tracker(
+    name: str, config: Config, folder: Path, first: int, opened: ExitStack
+) -> Callable[[dict[str, float], int], None]:
+    """Start one of accelerate's trackers, after `first` steps; return what sends it numbers of a step."""
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    # It replaces later steps that it has from before an interruption.
-    board = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
-    opened.callback(board.close)
+    # A folder is one run there, however often it is resumed. trackio knows a run by its name.
+    identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    project, own, about = config.log.project, f"{folder.name}-{identity}", config.model_dump(mode="json")
+    given: dict[str, Any] = {
+        # It replaces later steps that it has from before an interruption.
+        "tensorboard": {"logging_dir": str(folder), "purge_step": first + 1 if first else None},
+        "wandb": {"name": folder.name, "dir": str(folder), "config": about, "id": identity, "resume": "allow"},
+        "trackio": {"name": own, "config": about, "resume": "allow"},
+        "mlflow": {"run_name": own},
+    }[name]
+    try:
+        with patch.dict(os.environ):  # The trackers ask it which process they are in: it must make no group of its own.
+            os.environ.pop("LOCAL_RANK", None)
+            PartialState()
+        if name == "mlflow":
+            import mlflow  # pyright: ignore[reportMissingImports]
+
+            of = f"attributes.run_name LIKE '%-{identity}'"
+            found = mlflow.search_runs(experiment_names=[project], filter_string=of, output_format="list")
+            given["run_id"] = found[0].info.run_id if found else None
+        tracker = LOGGER_TYPE_TO_CLASS[name](name if name == "tensorboard" else project, **given)
+        tracker.start()
+        if given.get("run_id", "") is None:  # a parameter is written once, and holds a text of 6,000 characters
+            tracker.store_init_configuration({section: json.dumps(values) for section, values in about.items()})
+    except Exception as error:  # no login, no network, no such project: each service has classes of its own
+        raise _tracker_error(name, project, error, "mend that, or take it out of the list") from error
+
+    def finish(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and name == "wandb":
+            tracker.tracker.finish(exit_code=1)
+        elif kind is not None and name == "mlflow":
+            mlflow.end_run("FAILED")
+        else:
+            tracker.finish()
 
     def send(numbers: dict[str, float], step: int) -> None:
-        for key, value in numbers.items():
-            board.add_scalar(key, value, step)
-        board.flush()
+        try:
+            tracker.log(numbers, step=step)
+        except Exception as error:  # as above
+            raise _tracker_error(name, project, error, f"mend that, then: torchtrain resume {folder}") from error
 
+    opened.push(finish)
     return send
 
 
-def _start_wandb(
-    project: str, config: Config, folder: Path, opened: ExitStack
-) -> Callable[[dict[str, float], int], None]:
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    # A folder is one run there, however often it is resumed.
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    about = {"name": folder.name, "dir": str(folder), "config": config.model_dump(mode="json")}
-    try:
-        sent = wandb.init(project=project, id=name, resume="allow", **about)
-    except Exception as error:  # no login, no network, no such project: the classes differ between its releases
-        raise UserError(f"log.wandb {project!r}: {error}; mend that, or take the key out") from error
-    opened.push(lambda kind, *_: sent.finish(exit_code=0 if kind is None else 1))
-    return lambda numbers, step: sent.log(numbers, step=step)
+def _tracker_error(name: str, project: str, error: Exception, advice: str) -> UserError:
+    return UserError(f"log.report_to {name}, log.project {quoted(project)}: {quoted_reason(error)}; {advice}")
 
 
 def _numbers(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
     for key, value in tree.items():
-        place = f"{prefix}/{key}"
+        place = f"{prefix}/{_NOT_IN_NAMES.sub('_', key)}"
         if isinstance(value, Mapping):
             yield from _numbers(value, place)
         elif isinstance(value, int | float) and key != "step":
@@ -278,16 +308,14 @@ class Journal:
 
         Args:
             first: steps done so far.
-            config: the run's, which Weights & Biases shows.
+            config: the run's, which they show.
 
         Raises:
             UserError, OtherRankFailed: one of them does not start.
         """
         with self._world.together():
-            if self._leads and self._log.tensorboard:
-                self._senders.append(_start_tensorboard(self._folder.path, first, self._open))
-            if self._leads and self._log.wandb is not None:
-                self._senders.append(_start_wandb(self._log.wandb, config, self._folder.path, self._open))
+            for name in dict.fromkeys(self._log.report_to if self._leads else []):
+                self._senders.append(_start_tracker(name, config, self._folder.path, first, self._open))
 
     def begin_steps(self, first: int, last: int, started: float, resumed: bool) -> None:
         """Show the training.

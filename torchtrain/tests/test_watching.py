@@ -1,6 +1,8 @@
 """What the person who watches is told, and what of a run is kept."""
 
+import importlib.util
 import io
+import json
 import re
 import shutil
 import signal
@@ -8,9 +10,11 @@ import subprocess
 import sys
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -95,65 +99,105 @@ def test_status_reads_the_ends_of_files_of_any_length(stopped, tmp_path, damaged
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("key", ["log.tensorboard=true", "log.wandb=a-project"])
-def test_writers_that_are_asked_for_and_not_installed(run, monkeypatch, key):
-    name = key.partition(".")[2].partition("=")[0]
+SERVICES = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_services_that_are_asked_for_and_not_installed(run, monkeypatch, name):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     train, folder = run
-    with pytest.raises(UserError, match=f"log.{name}: the package {name} is not installed: pip install {name}"):
-        train(key)
+    with pytest.raises(UserError, match=rf"^log.report_to \['{name}'\]: the package {name} is not installed: pip"):
+        train(f"log.report_to=[{name}]")
     assert not folder.exists()
 
 
-def test_writers_are_told_what_the_metrics_hold(run, monkeypatch):
-    """Against stand-ins with the two packages' own signatures."""
-    told: dict[str, list] = {"tensorboard": [], "wandb": [], "calls": []}
+class Service:
+    """Stands for the four packages, with the signatures that accelerate's trackers call."""
 
-    class SummaryWriter:
-        def __init__(self, log_dir, purge_step=None):
-            told["calls"].append(("tensorboard", Path(log_dir).name, purge_step))
+    def __init__(self):
+        self.told, self.calls, self.id, self.refuses = {name: [] for name in SERVICES}, [], None, False
+        self.modules = {name: types.ModuleType(name) for name in SERVICES}
+        board, wandb, mlflow, trackio = self.modules.values()
+        board.SummaryWriter = self.begin_board
+        wandb.init, trackio.init = partial(self.begin, "wandb"), partial(self.begin, "trackio")
+        limits = types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
+        mlflow.utils = types.SimpleNamespace(validation=limits)
+        mlflow.search_experiments = lambda filter_string: [types.SimpleNamespace(experiment_id="7")]
+        mlflow.search_runs, mlflow.start_run, mlflow.log_metrics = self.search, self.start, self.log
+        mlflow.log_params = lambda of: self.calls.append(("mlflow params", json.loads(of["train"])["steps"]))
+        mlflow.end_run = lambda status="FINISHED": self.calls.append(("mlflow", status))
 
-        def add_scalar(self, tag, scalar_value, global_step):
-            told["tensorboard"].append((tag, scalar_value, global_step))
+    def begin_board(self, log_dir, purge_step=None):
+        self.calls.append(("tensorboard", Path(log_dir).name, purge_step))
+        log = lambda key, value, global_step: self.told["tensorboard"].append((key, value, global_step))  # noqa: E731
+        close = partial(self.calls.append, "closed")
+        return types.SimpleNamespace(add_scalar=log, flush=lambda: None, close=close)
 
-        def flush(self):
-            pass
+    def begin(self, service, *, project, resume, config, **given):
+        self.calls.append((service, project, given, resume, config["train"]["steps"]))
+        finish = lambda exit_code=0: self.calls.append((service, exit_code))  # noqa: E731
+        return types.SimpleNamespace(log=partial(self.log, name=service), finish=finish)
 
-        def close(self):
-            told["calls"].append("closed")
+    def search(self, experiment_names, filter_string, output_format):
+        found = self.id and re.fullmatch("attributes.run_name LIKE '%(-.*)'", filter_string)[1] in self.id
+        return [types.SimpleNamespace(info=types.SimpleNamespace(run_id="of-mlflow"))] if found else []
 
-    class Sent:
-        def log(self, data, step):
-            told["wandb"] += [(tag, value, step) for tag, value in data.items()]
+    def start(self, run_id, experiment_id, run_name, **_):
+        self.calls.append(("mlflow", run_id, experiment_id))
+        self.id = run_name
 
-        def finish(self, exit_code):
-            told["calls"].append(("finished", exit_code))
+    def log(self, values, step, name="mlflow"):
+        if self.refuses:
+            raise ConnectionError("no route to the server")
+        self.told[name] += [(key, value, step) for key, value in values.items()]
 
-    def init(project, id, name, dir, resume, config):
-        told["calls"].append(("wandb", project, id, resume, config["train"]["steps"]))
-        return Sent()
 
-    board, wandb = types.ModuleType("torch.utils.tensorboard"), types.ModuleType("wandb")
-    board.SummaryWriter, wandb.init = SummaryWriter, init
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: object())
+@pytest.fixture
+def service(monkeypatch):
+    service = Service()
+    for name, module in service.modules.items():
+        monkeypatch.setitem(sys.modules, f"torch.utils.{name}" if name == "tensorboard" else name, module)
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *of: name in SERVICES or real(name, *of))
+    return service
+
+
+def test_services_are_told_what_the_metrics_hold_and_keep_run_and_step(run, service, monkeypatch):
+    """Through accelerate's own trackers, which must make no group of torchrun's variables."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
     train, folder = run
-    train("log.tensorboard=true", "log.wandb=a-project", "train.steps=3")
-    assert told["tensorboard"] == told["wandb"]
+    train("log.report_to=[tensorboard, wandb, mlflow, trackio]", "log.project=a-project", "train.steps=3")
+    assert not torch.distributed.is_initialized()
+    told = service.told
+    assert told["tensorboard"] == told["wandb"] == told["mlflow"] == told["trackio"]
     events = read_metrics(folder / "metrics.jsonl")
     losses = [(e["step"], e["loss"]) for e in events if e["event"] == "step"]
     assert [(step, value) for tag, value, step in told["wandb"] if tag == "step/loss"] == losses
     tags = {tag for tag, *_ in told["wandb"]}
     assert {"evaluation/loss", "step/domains/numbers/loss", "step/gradient_norm", "speed/tokens_per_second"} <= tags
-    (_, where, purge), (_, project, identity, how, steps), *ends = told["calls"]
-    assert (where, purge, project, how, steps) == ("tensorboard", None, "a-project", "allow", 3)
-    assert ends == [("finished", 0), "closed"]
+    begun, ends = service.calls[:5], service.calls[5:]
+    assert ends == [("trackio", 0), ("mlflow", "FINISHED"), ("wandb", 0), "closed"]
+    board, (_, project, own, how, steps), mlflow, params, trackio = begun
+    assert (board, project, how, steps) == (("tensorboard", "tensorboard", None), "a-project", "allow", 3)
+    assert (mlflow, params) == (("mlflow", None, "7"), ("mlflow params", 3))
+    assert trackio[2]["name"] == f"{folder.name}-{own['id']}", "which is how it knows a run"
     (folder / "outputs.json").unlink()  # as if it had been interrupted at the end
     shutil.rmtree(folder / "model")
-    told["calls"].clear()
+    service.calls.clear()
     recipe.resume(load_config(folder / "config.yaml"), console=QUIET)
-    assert told["calls"][:2] == [("tensorboard", "tensorboard", 4), ("wandb", "a-project", identity, "allow", 3)]
+    again = [("tensorboard", "tensorboard", 4), begun[1], ("mlflow", "of-mlflow", "7"), trackio]
+    assert service.calls[:4] == again
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_a_service_that_goes_away_is_one_line(run, service, name):
+    train, _ = run
+    service.refuses = True
+    with pytest.raises(
+        UserError, match=rf"log.report_to {name}, .*: no route to the server; mend that, then: .*resume"
+    ):
+        train(f"log.report_to=[{name}]")
+    assert service.calls[-1] in ((name, 1), (name, "FAILED"), ("trackio", 0)), "not as finished, where it can be told"
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
