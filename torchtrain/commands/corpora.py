@@ -34,9 +34,9 @@ def prepare(
         preparation = load_preparation(file, overrides or [])
 
         # First, so that our message reports a missing torch.
-        from torchtrain.commands.statistics import prepare_store  # isort: skip
+        from torchtrain.commands.statistics import prepare_corpus  # isort: skip
 
-        prepare_store(preparation, out, dry_run)
+        prepare_corpus(preparation, out, dry_run)
 
 
 def stats(

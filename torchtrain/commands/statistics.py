@@ -14,9 +14,9 @@ from anchorline.terminal import Console
 from torchtrain import data
 from torchtrain.config import Preparation
 from torchtrain.data import TokenStore
+from torchtrain.data.prepare import Submitted
 from torchtrain.data.statistics import ROW_LENGTHS, StoreStatistics, count_store
 from torchtrain.data.store import HEADER
-from torchtrain.data.tasks import Submitted
 from torchtrain.modeling.source import open_tokenizer, resolve_source
 from torchtrain.run.report import make_progress_printer
 
@@ -67,7 +67,7 @@ def make_table(statistics: StoreStatistics) -> Table:
     return table
 
 
-def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) -> None:
+def prepare_corpus(preparation: Preparation, out: Path, dry_run: bool = False) -> None:
     """Make the store of a preparation in a folder, and print its statistics.
 
     out: the store's folder.

@@ -11,10 +11,10 @@ from torchtrain.data.dataset import (
     stack_rows,
     tag_ids,
 )
+from torchtrain.data.identity import fingerprint, identity, tokenizer_identity
 from torchtrain.data.packing import PackPlan, Span
-from torchtrain.data.prepare import fingerprint, identity, prepare, tokenizer_identity
+from torchtrain.data.prepare import prepare, prepare_store
 from torchtrain.data.store import DomainSummary, TokenStore
-from torchtrain.data.tasks import prepare_store
 from torchtrain.data.writer import PreparationProgress
 
 __all__ = [

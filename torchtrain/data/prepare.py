@@ -1,172 +1,71 @@
-"""The corpus of a run: what a token store depends on, and the store itself, opened or made in the run's own process.
+"""Makes token stores: tasks read parts of a corpus, each writes a shard, and the shards become one store.
 
-`prepare` opens `data.prepared`, or tokenises `data.sources` and keeps the store in `<data.cache>/corpus/<fingerprint>`.
-A store is written into a folder of another name, which is renamed when the store is whole. So a store that exists is
-finished. `torchtrain.data.tasks` makes stores by many processes.
+A run makes its store by a single task in its own process, whose shard is the store:
+`<data.cache>/corpus/<fingerprint>`. `torchtrain prepare` runs many tasks, on this machine or on a cluster
+(`torchtrain.data.clusters`). Until its store is whole, its files are in the folder `NAME.partial`: `plan.json` says
+what is made, `shards/` holds a store for each finished task, `failures/` says why a task failed, and `logs/` is
+datatrove's. A task is finished when its shard exists. No finished task is done again.
+
+Shards and stores are written into a folder of another name, which is renamed when all is there. So one that exists is
+finished.
 """
 
-import hashlib
-import itertools
 import json
+import multiprocessing
 import os
 import shutil
+import socket
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from anchorline import corpora
-from anchorline.environment import version
-from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import PARTIAL, commit, expand
-from torchtrain.config import DataConfig, Source
-from torchtrain.data.corpus import make_filters, read, source_files
-from torchtrain.data.encode import special_id
-from torchtrain.data.files import FileInfo, is_url
+from anchorline.environment import end_with_parent, usable_cores
+from anchorline.errors import UserError, disk_fault, one_line, quoted
+from anchorline.files import PARTIAL, commit, expand, read_json, replace_file
+from torchtrain.config import DataConfig, Preparation, Source
+from torchtrain.data.clusters import LOGS, run_by_ray, slurm_script, submit_to_slurm
+from torchtrain.data.corpus import Record, Task, digest_tasks, list_tasks, read, source_name
+from torchtrain.data.identity import (
+    check_prepared,
+    digest,
+    fingerprint,
+    identity,
+    open_prepared,
+    tokenizer_identity,
+)
 from torchtrain.data.store import HEADER, SourceCount, TokenStore
-from torchtrain.data.writer import PreparationProgress, Tokeniser, read_template
+from torchtrain.data.writer import PreparationProgress, StoreWriter, Tokeniser, join_shards
+from torchtrain.errors import TasksUnfinished
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Report = Callable[[PreparationProgress], None]
 
-# Increase it when the same sources and settings give other tokens or other files (reading, rendering, layout).
-FORMAT = 3
-_MOST_FILES = 1_000_000  # of a data set's folder
+PLAN, SHARDS, FAILURES = "plan.json", "shards", "failures"
+_JOINED = "store"
+_MOST_NAMED = 3  # failures
 
 
-# --- what a store depends on ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Submitted:
+    """Tasks are in a cluster's queue: how many, or, of a dry run, the script."""
+
+    tasks: int
+    script: str | None = None
 
 
-def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """Return what a store's tokens depend on besides the tokenizer, as JSON, wherever the store is.
-
-    Files count by name and size. A demo counts by its package's or Python's version, a hub data set by its name,
-    subset, split and revision, so that a finished store needs no network: pin `revision` to follow a set that changes.
-    Filters count with datatrove's version. A prepared store counts as its sources (`prepare` compares them), or by its
-    fingerprint if they are not given. Raises UserError: a missing file or package, or an unknown filter.
-    """
-    if data.prepared is not None and not data.sources:
-        return {"prepared": _open_prepared(data).header.fingerprint}
-    content = {
-        "format": FORMAT,
-        "sources": [_identity_of_source(source) for source in data.sources],
-        "eos": special_id(tokenizer, "eos") if data.append_eos else None,
-        "min_tokens": data.min_tokens,
-        "special_tokens": data.special_tokens,
-        "remove_duplicates": data.remove_duplicates,
-        "mixture": None if data.mixture is None else data.mixture.model_dump(mode="json"),
-    }
-    if data.has_answers:
-        content["chat_template"] = read_template(data) or tokenizer.chat_template
-    return json.loads(json.dumps(content))
-
-
-def _identity_of_source(source: Source) -> dict[str, Any]:
-    content = source.model_dump(exclude={"streaming", *(() if source.filters else ("filters",))})
-    if make_filters(source):
-        content["datatrove"] = version("datatrove")
-    if source.demo is not None:
-        content["version"] = corpora.identity(source.demo, f"data.sources: demo {source.demo!r}")
-    content["contents"] = [(file.name, file.bytes) for file in _files_of(source)]
-    return content
-
-
-def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return the name of a run's own store: 32 hex digits over identity, tokenizer, and its files' places and times.
-    Raises UserError: as `identity`; or the tokenizer is a slow one.
-    """
-    files = [
-        [(f.place if is_url(f.place) else str(Path(f.place).resolve()), f.bytes, f.version) for f in _files_of(source)]
-        for source in data.sources
-    ]
-    content = {"tokenizer": tokenizer_identity(tokenizer), "files": files} | identity(data, tokenizer)
-    return digest(content)
-
-
-def tokenizer_identity(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return a SHA-256, as hex, of how a tokenizer encodes. Raises UserError: it is a slow one, which does not say."""
-    if not tokenizer.is_fast:
-        raise UserError(f"model.source: {type(tokenizer).__name__} is a slow tokenizer; convert it to a tokenizer.json")
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    for state in ("truncation", "padding"):  # that calls leave behind and that encoding here does not use
-        backend.pop(state, None)
-    return hashlib.sha256(json.dumps(backend, sort_keys=True).encode()).hexdigest()
-
-
-def digest(content: Any) -> str:
-    """Return 32 hex digits over a content of JSON."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _files_of(source: Source) -> list[FileInfo]:
-    if source.files is not None or source.texts is not None:
-        return source_files(source)
-    if source.dataset is None or not os.path.isdir(source.dataset):
-        return []
-    paths = list(itertools.islice(Path(source.dataset).rglob("*"), _MOST_FILES + 1))
-    if len(paths) > _MOST_FILES:
-        raise UserError(f"data.sources: dataset {quoted(source.dataset)}: more than {_MOST_FILES:,} files; narrow it")
-    files = [path for path in sorted(paths) if path.is_file()]
-    return [FileInfo(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in files]
-
-
-def check_shares(counts: Iterable[SourceCount], data: DataConfig) -> None:
-    """Refuse a source of which too many records are bad."""
-    for count in counts:
-        if count.bad_records > data.bad_record_share * count.records:
-            raise UserError(
-                f"data.sources: {count.source}: {count.bad_records} of {count.records} records are bad, a share above "
-                f"data.bad_record_share {data.bad_record_share}; the first: {count.first_bad}"
-            )
-
-
-def check_documents(counts: Sequence[SourceCount], documents: int, data: DataConfig) -> None:
-    """Refuse a corpus without documents."""
-    if documents:
-        return
-    records, bad = (sum(getattr(count, name) for count in counts) for name in ("records", "bad_records"))
-    why = f"{records} records: {bad} bad, {records - bad} filtered or shorter than data.min_tokens {data.min_tokens}"
-    raise UserError(f"data.sources: the corpus is empty: {why if records else 'no records'}; check the sources")
-
-
-@contextmanager
-def name_disk_fault(shown: str) -> Iterator[None]:
-    """Turn a failed write into a UserError that names the setting."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{shown} cannot be written: {disk_fault(error)}; choose another folder") from None
-
-
-@contextmanager
-def locked(folder: Path, shown: str, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """Wait until no other process makes the same store."""
-    path = folder.with_name(f".{folder.name}.lock")
-    lock = FileLock(path)
-    with name_disk_fault(shown):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # filelock waits for ever for a lock that cannot be made
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            say(f"waiting   another process prepares {folder}")
-            lock.acquire()
-        except NotImplementedError as error:
-            raise OSError(0, str(error)) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-# --- in a run ---------------------------------------------------------------------------------------------------------
-
-
-def prepare(data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress: Report | None = None) -> TokenStore:
+def prepare(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress: Report = lambda progress: None
+) -> TokenStore:
     """Return the tokenised corpus of a config: `data.prepared`, or from the cache if it is there, else made now.
 
     Several processes may call this at once: one works, the others wait and reuse.
@@ -177,72 +76,396 @@ def prepare(data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress:
     Raises UserError: a source cannot be read, gives no document, or has more bad records than `data.bad_record_share`;
         the tokenizer is a slow one; `data.cache` cannot be written; `data.prepared` is of something else.
     """
-    on_progress = on_progress or (lambda progress: None)
     if data.prepared is not None:
-        store = _open_prepared(data)
-        _check_prepared(store, data, tokenizer)
+        store = open_prepared(data)
+        check_prepared(store, data, tokenizer)
         return _reuse(store, data, on_progress)
     final = expand(data.cache) / "corpus" / fingerprint(data, tokenizer)
+    shown = f"data.cache {quoted(data.cache)}"
     if not final.exists():
-        shown = f"data.cache {quoted(data.cache)}"
-        with locked(final, shown):
+        with _locked(final, shown):
             if not final.exists():
-                with name_disk_fault(shown):
-                    return _tokenise(final, data, tokenizer, on_progress)
+                with _name_disk_fault(shown):
+                    return _make_alone(final, data, tokenizer, on_progress)
     return _reuse(TokenStore.open(final), data, on_progress)
 
 
 def _reuse(store: TokenStore, data: DataConfig, on_progress: Report) -> TokenStore:
-    check_shares(store.header.sources, data)
-    on_progress(sum_progress("tokens reused", [store]))
+    _check_shares(store.header.sources, data)
+    on_progress(_sum_progress("tokens reused", [store]))
     return store
 
 
-def sum_progress(state: str, stores: Iterable[TokenStore]) -> PreparationProgress:
+def _make_alone(final: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress: Report) -> TokenStore:
+    """Make a store by one task. A failure leaves nothing behind."""
+    tokeniser = Tokeniser(data, tokenizer)
+    partial = final.with_name(final.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that died
+    with _written(partial, final, tokeniser) as writer:
+        counts = []
+        for source in data.sources:
+            counts.append(tokeniser.add(source, read(source), writer, on_progress))
+            _check_shares(counts[-1:], data)
+        _check_documents(counts, writer.documents, data)
+        writer.finish(final.name, counts, data.mixture, data.remove_duplicates)
+    on_progress(PreparationProgress("tokenised", writer.documents, writer.tokens, writer.bad_records))
+    return TokenStore.open(final)
+
+
+def prepare_store(
+    preparation: Preparation,
+    tokenizer: "PreTrainedTokenizerFast",
+    out: Path,
+    log: Callable[[str], None] = lambda line: None,
+    on_progress: Report = lambda progress: None,
+    dry_run: bool = False,
+) -> TokenStore | Submitted:
+    """Make the store of a preparation, or continue an interrupted one. A finished store is opened.
+
+    Tokens, their order and the fingerprint depend neither on who does the work nor on where it was interrupted.
+
+    preparation: sources, settings, executor.
+    out: the store's folder.
+    log: takes one line at a time on what begins.
+    on_progress: called when a task is done.
+    dry_run: of Slurm, return the script and write nothing.
+    Raises UserError: a source cannot be read or gives too many bad records; the folder holds something else, or cannot
+        be written; the executor's package or program is missing.
+    Raises TasksUnfinished: a worker was killed; the finished tasks are kept.
+    """
+    data, settings = preparation.data, preparation.prepare
+    if dry_run and settings.executor != "slurm":
+        raise UserError(f"--dry-run: prepare.executor is {settings.executor}; only Slurm's script is shown")
+    work, shown = out.with_name(out.name + PARTIAL), f"--out {quoted(out)}"
+    tasks = list_tasks(data.sources)
+    made_of, encoding = identity(data, tokenizer), tokenizer_identity(tokenizer)
+    name = digest([made_of, encoding, digest_tasks(tasks)])
+    maker = MakeShard(work.absolute(), data, tasks, tokenizer, one_thread=settings.executor != "local")
+    if dry_run:
+        return Submitted(len(tasks), slurm_script(settings, maker, out.name))
+    with _locked(out, shown, log):
+        if os.path.lexists(out):
+            return _open_finished(out, name, work, on_progress)
+        # The places and times of change of files count until the store is whole.
+        plan = {"fingerprint": name, "looks": fingerprint(data, tokenizer), "tasks": len(tasks)}
+        with _name_disk_fault(shown):
+            _begin(work, plan)
+        done = _FinishedTasks(work, len(tasks))
+        done.look()
+        if len(done.stores):
+            log(f"going on  {len(done.stores):,} of {len(tasks):,} tasks are done")
+        if done.missing():
+            shutil.rmtree(work / FAILURES, ignore_errors=True)
+            lost_worker = False
+            if settings.executor == "slurm":
+                submit_to_slurm(settings, maker, out.name, done.stores)
+                return Submitted(len(done.missing()))
+            if settings.executor == "ray":
+                run_by_ray(settings, maker, done.stores)
+                on_progress(done.look())
+            else:
+                workers = min(settings.workers or usable_cores(), len(done.missing()))
+                lost_worker = _run_locally(maker, done.missing(), workers, lambda: on_progress(done.look()))
+            done.look()
+            if done.missing():
+                raise _unfinished(done, work, lost_worker)
+        shards = [done.stores[rank] for rank in range(len(tasks))]
+        counts = _sum_counts(data.sources, tasks, shards)
+        _check_shares(counts, data)
+        _check_documents(counts, sum(map(len, shards)), data)
+        log(f"joining   {len(shards):,} shards")
+        for shard in shards:
+            _verify(shard)
+        with _name_disk_fault(shown):
+            joined = work / _JOINED
+            shutil.rmtree(joined, ignore_errors=True)
+            joined.mkdir()
+            fields: dict[str, Any] = {"tokenizer": encoding, "made_of": made_of}
+            join_shards(shards, joined, name, counts, data.mixture, data.remove_duplicates, **fields)
+            commit(joined, out)
+            _clear(work)
+        return TokenStore.open(out)
+
+
+def _open_finished(out: Path, name: str, work: Path, on_progress: Report) -> TokenStore:
+    if not (out / HEADER).is_file():
+        raise UserError(f"--out {quoted(out)}: is there, and no token store; give the name of a new folder")
+    store = TokenStore.open(out)
+    if store.header.fingerprint != name:
+        raise UserError(
+            f"--out {quoted(out)}: holds a store of other sources, settings or tokenizer; choose another folder, or "
+            "remove it"
+        )
+    _clear(work)  # of a process that died after the store was whole
+    on_progress(_sum_progress("tokens reused", [store]))
+    return store
+
+
+def _begin(work: Path, plan: dict[str, Any]) -> None:
+    """Keep the shards that are there if they are of this plan. Of another plan, remove shards without documents. Raises
+    UserError: shards of another plan hold documents.
+    """
+    if not (work / PLAN).exists() or read_json(work / PLAN) != plan:
+        if any(_holds_documents(shard) for shard in (work / SHARDS).glob("*")):
+            raise UserError(
+                f"{quoted(work)}: holds a preparation of something else (sources, their files, settings or tokenizer "
+                "have changed); remove it, or choose another --out"
+            )
+        _clear(work)
+    (work / SHARDS).mkdir(parents=True, exist_ok=True)
+    replace_file(work / PLAN, json.dumps(plan, indent=1).encode() + b"\n")
+
+
+def _holds_documents(shard: Path) -> bool:
+    """Whether a task left documents; a shard that cannot be read may hold some."""
+    try:
+        return len(TokenStore.open(shard)) > 0
+    except UserError:
+        return True
+
+
+def _clear(work: Path) -> None:
+    """Remove what a preparation made, and its folder if nothing else is in it."""
+    for name in (SHARDS, LOGS, _JOINED, FAILURES):
+        shutil.rmtree(work / name, ignore_errors=True)
+    with suppress(OSError):
+        (work / PLAN).unlink()
+    with suppress(OSError):
+        work.rmdir()
+
+
+class _FinishedTasks:
+    """Which tasks are done: those whose shard exists, whatever datatrove's marks say."""
+
+    def __init__(self, work: Path, tasks: int) -> None:
+        self._work, self.tasks = work, tasks
+        self.stores: dict[int, TokenStore] = {}
+
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.tasks) if rank not in self.stores]
+
+    def look(self) -> PreparationProgress:
+        """Open the new shards, and return how far the preparation is."""
+        for rank in self.missing():
+            path = self._work / SHARDS / f"{rank:05d}"
+            if not path.exists():
+                continue
+            try:
+                self.stores[rank] = TokenStore.open(path)
+            except UserError:  # damaged: it is made again
+                shutil.rmtree(path, ignore_errors=True)
+        return _sum_progress(f"task {len(self.stores):,} of {self.tasks:,}", self.stores.values())
+
+
+def _unfinished(done: _FinishedTasks, work: Path, lost_worker: bool) -> Exception:
+    """Return what to raise when tasks are not done: a UserError if they gave reasons."""
+    reasons = []
+    for rank in done.missing():
+        with suppress(OSError):
+            reasons.append((work / FAILURES / f"{rank:05d}").read_text(encoding="utf-8").strip())
+    # A disk may be too full to take the reason, too: then the file is empty.
+    named = list(dict.fromkeys(reason or f"{quoted(work)} cannot be written: the disk is full" for reason in reasons))
+    left = f"{len(done.missing()):,} of {done.tasks:,} tasks are not done; the others are kept"
+    if named:
+        more = f" (and {len(named) - _MOST_NAMED} more reasons)" if len(named) > _MOST_NAMED else ""
+        return UserError(f"{'; '.join(named[:_MOST_NAMED])}{more}: {left}: correct it and run the same command again")
+    what = "a worker was killed (by the system, if memory ran out)" if lost_worker else "workers ended without a reason"
+    return TasksUnfinished(f"{what}: {left}: run the same command again")
+
+
+def _sum_counts(sources: Sequence[Source], tasks: Sequence[Task], shards: Sequence[TokenStore]) -> list[SourceCount]:
+    """Return what was read of each source by all of its tasks."""
+    counts = []
+    for number, source in enumerate(sources):
+        own = [shard.header.sources[0] for task, shard in zip(tasks, shards, strict=True) if task.source == number]
+        records, bad, special = (
+            sum(getattr(count, name) for count in own) for name in ("records", "bad_records", "special_records")
+        )
+        first = next((count.first_bad for count in own if count.first_bad), "")
+        counts.append(SourceCount(source_name(source), records, bad, first, special))
+    return counts
+
+
+def _verify(shard: TokenStore) -> None:
+    """Read a shard again before it counts. Remove a shard that has changed, so that its task is done again."""
+    try:
+        shard.verify()
+    except UserError as error:
+        shutil.rmtree(shard.folder, ignore_errors=True)
+        raise TasksUnfinished(f"{error}: it was removed; run the same command again") from None
+
+
+def _check_shares(counts: Iterable[SourceCount], data: DataConfig) -> None:
+    """Refuse a source of which too many records are bad."""
+    for count in counts:
+        if count.bad_records > data.bad_record_share * count.records:
+            raise UserError(
+                f"data.sources: {count.source}: {count.bad_records} of {count.records} records are bad, a share above "
+                f"data.bad_record_share {data.bad_record_share}; the first: {count.first_bad}"
+            )
+
+
+def _check_documents(counts: Sequence[SourceCount], documents: int, data: DataConfig) -> None:
+    """Refuse a corpus without documents."""
+    if documents:
+        return
+    records, bad = (sum(getattr(count, name) for count in counts) for name in ("records", "bad_records"))
+    why = f"{records} records: {bad} bad, {records - bad} filtered or shorter than data.min_tokens {data.min_tokens}"
+    raise UserError(f"data.sources: the corpus is empty: {why if records else 'no records'}; check the sources")
+
+
+@contextmanager
+def _name_disk_fault(shown: str) -> Iterator[None]:
+    """Turn a failed write into a UserError that names the setting."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{shown} cannot be written: {disk_fault(error)}; choose another folder") from None
+
+
+@contextmanager
+def _locked(folder: Path, shown: str, log: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+    """Wait until no other process makes the same store."""
+    path = folder.with_name(f".{folder.name}.lock")
+    lock = FileLock(path)
+    with _name_disk_fault(shown):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()  # filelock waits for ever for a lock that cannot be made
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            log(f"waiting   another process prepares {folder}")
+            lock.acquire()
+        except NotImplementedError as error:
+            raise OSError(0, str(error)) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _sum_progress(state: str, stores: Iterable[TokenStore]) -> PreparationProgress:
     """Return what stores hold together."""
     stores = list(stores)
     bad = sum(count.bad_records for store in stores for count in store.header.sources)
     return PreparationProgress(state, sum(map(len, stores)), sum(store.token_count for store in stores), bad)
 
 
-def _open_prepared(data: DataConfig) -> TokenStore:
-    shown = f"data.prepared {quoted(data.prepared)}"
-    folder = expand(data.prepared or "")
-    if not (folder / HEADER).is_file():
-        missing = f"holds no finished token store ({HEADER} is missing)" if folder.exists() else "is not there"
-        raise UserError(f"{shown}: {missing}; make one: torchtrain prepare CONFIG --out FOLDER")
-    store = TokenStore.open(folder)
-    if store.header.made_of is None:
-        raise UserError(f"{shown}: was not made by torchtrain prepare; give such a store, or data.sources alone")
-    return store
+# --- one task ---------------------------------------------------------------------------------------------------------
 
 
-def _check_prepared(store: TokenStore, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> None:
-    shown = f"data.prepared {quoted(data.prepared)}"
-    if store.header.tokenizer != tokenizer_identity(tokenizer):
-        raise UserError(f"{shown}: was tokenised by another tokenizer; prepare it with that of model.source")
-    if data.sources and store.header.made_of != identity(data.model_copy(update={"prepared": None}), tokenizer):
-        raise UserError(
-            f"{shown}: is of other sources or settings than this config's; prepare it again, or remove data.sources"
-        )
+class MakeShard:
+    """Reads the records of a task and writes its shard. It can be called as a block of datatrove's pipelines.
+
+    work: the preparation's folder.
+    data: settings.
+    tasks: all of them.
+    one_thread: leave the other cores to other tasks.
+    """
+
+    def __init__(
+        self,
+        work: Path,
+        data: DataConfig,
+        tasks: Sequence[Task],
+        tokenizer: "PreTrainedTokenizerFast",
+        one_thread: bool,
+    ) -> None:
+        self.work, self.data, self.tasks, self.tokenizer = work, data, list(tasks), tokenizer
+        self.one_thread = one_thread
+
+    @cached_property
+    def tokeniser(self) -> Tokeniser:
+        """What all tasks of a process share: making it reads the tokenizer's whole vocabulary."""
+        return Tokeniser(self.data, self.tokenizer)
+
+    def records(self, task: Task) -> Iterator[Record]:
+        """Yield what a task reads."""
+        for part in task.parts or (None,):
+            yield from read(self.data.sources[task.source], part)
+
+    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Write the shard of task `rank`, unless it exists. A failure leaves its reason in the folder `failures`.
+        Raises UserError: the source breaks off, or the shard cannot be written.
+        """
+        final = self.work / SHARDS / f"{rank:05d}"
+        if final.exists():
+            return
+        if self.one_thread:
+            _use_one_thread()
+        try:
+            self._write(self.tasks[rank], final)
+        except Exception as error:
+            if isinstance(error, OSError):
+                error = UserError(f"{quoted(self.work)} cannot be written: {disk_fault(error)}")
+            with suppress(OSError):  # the missing shard says enough
+                failures = self.work / FAILURES
+                failures.mkdir(exist_ok=True)
+                kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+                (failures / final.name).write_text(kind + one_line(error) + "\n", encoding="utf-8")
+            raise error from None
+
+    def _write(self, task: Task, final: Path) -> None:
+        """Write into a folder of this process alone, then rename it: another process may do the same task."""
+        partial = final.with_name(f"{final.name}.{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL}")
+        try:
+            with _written(partial, final, self.tokeniser) as writer:
+                count = self.tokeniser.add(self.data.sources[task.source], self.records(task), writer)
+                writer.finish("", [count])
+        except OSError:
+            if not final.exists():  # else another process was first, and its shard is the same
+                raise
 
 
-def _tokenise(final: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress: Report) -> TokenStore:
-    """Make a store in this process. A failure leaves nothing behind."""
-    tokeniser = Tokeniser(data, tokenizer)
-    partial = final.with_name(final.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that died
-    partial.mkdir()
+@contextmanager
+def _written(partial: Path, final: Path, tokeniser: Tokeniser) -> Iterator[StoreWriter]:
+    """Yield a writer of a store, which gets its final name when the block has finished it. A failure leaves nothing."""
+    partial.mkdir(parents=True)
     try:
         with tokeniser.writer(partial) as writer:
-            counts = []
-            for source in data.sources:
-                counts.append(tokeniser.add(source, read(source), writer, on_progress))
-                check_shares(counts[-1:], data)
-            check_documents(counts, writer.documents, data)
-            writer.finish(final.name, counts, data.mixture, data.remove_duplicates)
+            yield writer
         commit(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    on_progress(PreparationProgress("tokenised", writer.documents, writer.tokens, writer.bad_records))
-    return TokenStore.open(final)
+
+
+def _use_one_thread() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers has no other switch
+
+
+def _run_locally(maker: MakeShard, ranks: Sequence[int], workers: int, on_task: Callable[[], None]) -> bool:
+    """Run tasks by processes of this machine. A task that fails leaves the others alone."""
+    if workers == 1:
+        for rank in ranks:
+            with suppress(UserError):
+                maker(rank=rank)
+            on_task()
+        return False
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "transformers"])
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(maker,)) as pool:
+        try:
+            for future in as_completed([pool.submit(_run_in_worker, rank) for rank in ranks]):
+                with suppress(UserError):
+                    future.result()
+                on_task()
+        except BrokenProcessPool:
+            return True
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return False
+
+
+_maker: MakeShard  # of a worker process, sent once
+
+
+def _begin_worker(maker: MakeShard) -> None:
+    global _maker
+    _maker = maker
+    _use_one_thread()
+    end_with_parent()
+
+
+def _run_in_worker(rank: int) -> None:
+    _maker(rank=rank)

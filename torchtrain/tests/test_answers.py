@@ -19,7 +19,7 @@ from torchtrain.config import DataConfig, PackConfig, Preparation, Source, load_
 from torchtrain.data import PackedRows, prepare
 from torchtrain.data.answers import AnswerEncoder
 from torchtrain.data.files import BadItemError
-from torchtrain.data.tasks import prepare_store
+from torchtrain.data.prepare import prepare_store
 from torchtrain.tests.data_fixtures import write_jsonl
 from torchtrain.tests.tiny import VOCABULARY, tiny_model
 

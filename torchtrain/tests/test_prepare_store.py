@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -18,12 +17,13 @@ from typer.testing import CliRunner
 from anchorline.errors import UserError
 from torchtrain import cli
 from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source, TokenizerConfig, load_config
+from torchtrain.config.data import FilterConfig
 from torchtrain.data import TokenStore, identity, prepare, prepare_store
-from torchtrain.data.tasks import LOGS, PLAN, SHARDS, MakeShard, Submitted
+from torchtrain.data.clusters import LOGS
+from torchtrain.data.prepare import PLAN, SHARDS, Submitted
 from torchtrain.errors import TasksUnfinished
 from torchtrain.run.folder import RunFolder
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
-from torchtrain.tests.killed_worker import KilledOnce, prepare_waiting
 from torchtrain.tests.runs import TIME_LIMIT, flip
 from torchtrain.tests.tiny import tiny_tokenizer
 
@@ -52,6 +52,13 @@ def preparation(tmp_path, monkeypatch) -> Preparation:
 
 def change(preparation: Preparation, **settings) -> Preparation:
     return preparation.model_copy(update={"prepare": preparation.prepare.model_copy(update=settings)})
+
+
+def filtered(preparation: Preparation, name: str, **options: str) -> Preparation:
+    """Pass the records through a filter of `torchtrain.tests.filters`."""
+    setting = FilterConfig(name=f"torchtrain.tests.filters.{name}", options=options)
+    sources = [source.model_copy(update={"filters": [setting]}) for source in preparation.data.sources]
+    return preparation.model_copy(update={"data": preparation.data.model_copy(update={"sources": sources})})
 
 
 def contents(store: TokenStore) -> dict[str, bytes]:
@@ -128,18 +135,16 @@ def test_interrupted_it_goes_on_where_it_was(preparation, tmp_path):
     assert not work.exists()
 
 
-def test_a_worker_that_is_killed_is_noticed_and_its_task_done_again(preparation, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("torchtrain.data.tasks.MakeShard", KilledOnce)
-        with pytest.raises(
-            TasksUnfinished, match=r"a worker was killed .*: \d of 6 tasks are not done; the others are k"
-        ):
-            prepare_store(change(preparation, workers=2), word_tokenizer(), tmp_path / "out")
-    assert (tmp_path / "killed").exists()
+def test_a_worker_that_is_killed_is_noticed_and_its_task_done_again(preparation, tmp_path):
+    mark = tmp_path / "killed"
+    killing = filtered(preparation, "KillOnce", place=f"{tmp_path}/corpus/3.jsonl:21", mark=str(mark))
+    with pytest.raises(TasksUnfinished, match=r"a worker was killed .*: \d of 6 tasks are not done; the others are k"):
+        prepare_store(change(killing, workers=2), word_tokenizer(), tmp_path / "out")
+    assert mark.exists()
     assert not (tmp_path / "out").exists()
     assert list((tmp_path / "out.partial" / SHARDS).glob("00003.*.partial"))
-    store = prepare_store(preparation, word_tokenizer(), tmp_path / "out")
-    assert contents(store) == contents(prepare_store(preparation, word_tokenizer(), tmp_path / "expected"))
+    store = prepare_store(killing, word_tokenizer(), tmp_path / "out")
+    assert contents(store) == contents(prepare_store(killing, word_tokenizer(), tmp_path / "expected"))
 
 
 def is_alive(pid: int) -> bool:
@@ -158,10 +163,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_a_preparation_that_is_killed_leaves_no_process_behind(preparation, tmp_path):
     waiting = tmp_path / "waiting"
-    given = (change(preparation, workers=2), word_tokenizer(), tmp_path / "out")
-    process = multiprocessing.get_context("spawn").Process(target=prepare_waiting, args=given)
+    waiting.mkdir()
+    given = (change(filtered(preparation, "Wait", folder=str(waiting)), workers=2), word_tokenizer(), tmp_path / "out")
+    process = multiprocessing.get_context("spawn").Process(target=prepare_store, args=given)
     process.start()
-    wait_until(lambda: waiting.exists() and len(os.listdir(waiting)) == 2)
+    wait_until(lambda: len(os.listdir(waiting)) == 2)
     process.kill()
     process.join()
     pids = {int(pid) for name in os.listdir(waiting) for pid in name.split("-")}
@@ -368,36 +374,24 @@ def test_a_store_of_something_else_is_refused(tree, write_config, tmp_path, monk
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(preparation, tmp_path):
-    """No file may grow beyond a few hundred bytes, as on a disk that is full."""
-    fork = multiprocessing.get_context("fork")
+    freed, fork = tmp_path / "freed", multiprocessing.get_context("fork")
+    limited = filtered(preparation, "LimitFiles", unless=str(freed))
     said = fork.Queue()
-    process = fork.Process(target=make_on_a_full_disk, args=(preparation, tmp_path / "out", said))
+    process = fork.Process(target=say_how_it_ends, args=(limited, tmp_path / "out", said))
     process.start()
     message = said.get(timeout=TIME_LIMIT)
     process.join()
     assert re.search(r"out\.partial cannot be written: file too large.*: 6 of 6 tasks are not done", message), message
     assert not (tmp_path / "out").exists()
     assert os.listdir(tmp_path / "out.partial" / SHARDS) == []
-    store = prepare_store(preparation, word_tokenizer(), tmp_path / "out")
-    assert contents(store) == contents(prepare_store(preparation, word_tokenizer(), tmp_path / "expected"))
+    freed.touch()
+    store = prepare_store(limited, word_tokenizer(), tmp_path / "out")
+    assert contents(store) == contents(prepare_store(limited, word_tokenizer(), tmp_path / "expected"))
 
 
-def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:
-    def limit(line: str) -> None:
-        raise AssertionError(line)
-
-    write = MakeShard._write
-
-    def write_limited(*arguments: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-        try:
-            write(*arguments)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-    MakeShard._write = write_limited
+def say_how_it_ends(preparation: Preparation, out: Path, said: Any) -> None:
     try:
-        prepare_store(preparation, word_tokenizer(), out, limit)
+        prepare_store(preparation, word_tokenizer(), out)
         said.put("made")
     except UserError as error:
         said.put(str(error))

@@ -31,7 +31,7 @@ import numpy as np
 from anchorline.environment import version, versions
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import expand, replace_file
-from torchtrain.data.prepare import tokenizer_identity
+from torchtrain.data.identity import tokenizer_identity
 from torchtrain.evaluation.suite import load_suite, room_of
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, quiet_library
 
