@@ -136,10 +136,9 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a b of two matrices; of bfloat16 on a CPU that is slow at it, by float32, rounded once. No gradient.
 
-    Args:
-        a: of b's dtype, or what `round_for_products` returned.
-        b: a matrix.
-        out: written to and returned, if it is given.
+    a: of b's dtype, or what `round_for_products` returned.
+    b: a matrix.
+    out: written to and returned, if it is given.
     """
     return _in_float32(a, b, out=out) if _is_slow(b) else torch.mm(a, b, out=out)
 

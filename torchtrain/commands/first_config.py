@@ -40,14 +40,11 @@ _RECORD = '{"text": "..."}'
 def write_first_config(data: str, model: str, out: Path, length: int | None = None) -> None:
     """Write a commented config of at most 25 lines that trains `model` on longer rows of `data`; print what was seen.
 
-    Args:
-        data: a .jsonl or .parquet file, a text file, or a folder of them; it exists.
-        model: a folder, or a hub id.
-        out: the file, which does not exist.
-        length: tokens of a row; default: twice the model's positions, at most 65,536.
-
-    Raises:
-        UserError: `data` has no documents, or the model does not fit. Nothing is written then.
+    data: a .jsonl or .parquet file, a text file, or a folder of them; it exists.
+    model: a folder, or a hub id.
+    out: the file, which does not exist.
+    length: tokens of a row; default: twice the model's positions, at most 65,536.
+    Raises UserError: `data` has no documents, or the model does not fit. Nothing is written then.
     """
     for field, name in (("DATA", data), ("MODEL", model), ("--out", str(out))):
         if any("\ud800" <= character <= "\udfff" for character in name):

@@ -73,10 +73,8 @@ class Config(Section):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's config from YAML, apply `section.key=value` overrides, validate.
-
-    Raises:
-        UserError: see `anchorline.settings.load`.
+    """Read a run's config from YAML, apply `section.key=value` overrides, validate. Raises UserError: see
+    `anchorline.settings.load`.
     """
 
     def fill(tree: settings.Tree) -> settings.Tree:
@@ -94,9 +92,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def load_preparation(path: str | Path, overrides: Sequence[str] = ()) -> Preparation:
     """As `load_config`, for `torchtrain prepare`. A run's config is accepted too: its tokenizer and data are used.
-
-    Raises:
-        UserError: see `anchorline.settings.load`.
+    Raises UserError: see `anchorline.settings.load`.
     """
     return settings.load(Preparation, path, overrides, example="prepare.workers=8", prepare=_preparation_of)
 

@@ -99,18 +99,15 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
     A map-style data set over the first epoch (`len`, `[i]`); `row_at` goes on, with a new order of documents each
     epoch.
 
-    Args:
-        documents: int [n], which of its documents to pack.
-        pack: variant, T and the rest.
-        seed: of the order of documents and of the interleaving.
-        anchor_ids: tokens that open every row.
-        tag_ids: domain -> the tokens of its tag; {} without +tag.
-        pad_id: fills the last row.
-        together: rows of a step; `pack.strategy` by_length makes them alike.
-
-    Raises:
-        UserError: there are no documents, anchor and tag leave no room in a row, or `pack.last: drop` leaves no row;
-            documents with answers would be cut.
+    documents: int [n], which of its documents to pack.
+    pack: variant, T and the rest.
+    seed: of the order of documents and of the interleaving.
+    anchor_ids: tokens that open every row.
+    tag_ids: domain -> the tokens of its tag; {} without +tag.
+    pad_id: fills the last row.
+    together: rows of a step; `pack.strategy` by_length makes them alike.
+    Raises UserError: there are no documents, anchor and tag leave no room in a row, or `pack.last: drop` leaves no row;
+        documents with answers would be cut.
     """
 
     def __init__(
@@ -262,9 +259,8 @@ def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tens
 
 def anchor_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig) -> list[int]:
     """Return the A tokens that open every row: those of `pack.anchor`, or the BOS, or the EOS where there is no BOS.
-
-    Raises:
-        UserError: the tokenizer has neither BOS nor EOS, or lacks it, or an id of `pack.anchor` is none of its tokens.
+    Raises UserError: the tokenizer has neither BOS nor EOS, or lacks it, or an id of `pack.anchor` is none of its
+    tokens.
     """
     if pack.anchor == "auto":
         for name in ("bos", "eos"):
@@ -296,11 +292,9 @@ def begins_with_anchor(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig) -
 
 
 def tag_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig, domains: Sequence[str]) -> dict[int, list[int]]:
-    """Return the tokens that open each document of a domain (index in `domains`) under +tag; {} without.
-
-    Raises:
-        UserError: a tag has no tokens, or a domain is called like a special token: in the template one is meant, in a
-            name not.
+    """Return the tokens that open each document of a domain (index in `domains`) under +tag; {} without. Raises
+    UserError: a tag has no tokens, or a domain is called like a special token: in the template one is meant, in a name
+    not.
     """
     if not pack.tag:
         return {}
@@ -329,21 +323,15 @@ def pad_id(tokenizer: "PreTrainedTokenizerFast") -> int:
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", vocab_size: int, folder: str | Path = "") -> str:
-    """Refuse a tokenizer made for another model: one whose own tokens, BOS, EOS or padding the embedding does not
-    hold.
+    """Refuse a tokenizer made for another model: one whose own tokens, BOS, EOS or padding the embedding does not hold.
 
     Tokens added beyond the base vocabulary may lie outside (Gemma 3 carries one for images); `check_store` catches them
     where the corpus uses them.
 
-    Args:
-        vocab_size: V, rows of the model's embedding.
-        folder: what it was read from. transformers adds a BOS or EOS that the folder's tokenizer.json lacks.
-
-    Returns:
-        In words, which of BOS and EOS transformers added, whose rows of the embedding nothing was trained on; or "".
-
-    Raises:
-        UserError: a token id is V or more, or the vocabulary lacks one of the three.
+    vocab_size: V, rows of the model's embedding.
+    folder: what it was read from. transformers adds a BOS or EOS that the folder's tokenizer.json lacks. Return, in
+        words, which it added, whose rows of the embedding nothing was trained on; or "".
+    Raises UserError: a token id is V or more, or the vocabulary lacks one of the three.
     """
     own = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values()
     if (largest := max(own, default=-1)) >= vocab_size:
@@ -375,10 +363,8 @@ def _holds(tokenizer: Path, content: str) -> bool:
 
 
 def check_store(store: Documents, vocab_size: int) -> None:
-    """Refuse a corpus with a token that the model's embedding does not hold.
-
-    Raises:
-        UserError: a token id of the corpus is `vocab_size` or more.
+    """Refuse a corpus with a token that the model's embedding does not hold. Raises UserError: a token id of the corpus
+    is `vocab_size` or more.
     """
     if store.largest_token >= vocab_size:
         raise UserError(

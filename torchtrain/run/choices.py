@@ -28,16 +28,8 @@ _GIB = 2**30
 def choose_recomputation(
     config: Config, model_config: "PretrainedConfig", engine: str, world: World
 ) -> tuple[ModelConfig, str]:
-    """Return the model's settings with `activation_checkpointing: auto` decided, and the choice in words.
-
-    Args:
-        config: the run's.
-        model_config: what `torchtrain.modeling.rope.extend` returned.
-        engine: of attention.
-        world: this rank's place.
-
-    Returns:
-        An empty text where there was nothing to decide.
+    """Return the model's settings with `activation_checkpointing: auto` decided, and the choice in words: an empty text
+    where there was nothing to decide.
     """
     if config.model.activation_checkpointing != "auto":
         return config.model, ""
@@ -69,16 +61,8 @@ def choose_fused(
 ) -> tuple[Literal["compile", "none"], str]:
     """Return whether the layers run compiled, `compile` or `none`, and why `auto` leaves them as they are.
 
-    All ranks must call it, and choose alike.
-
-    Args:
-        config: the run's.
-        source: what `resolve_source` returned.
-        model_config: what `torchtrain.modeling.rope.extend` returned.
-        world: this rank's place.
-
-    Raises:
-        UserError: `model.fused` is `compile`, and torch cannot compile here.
+    All ranks must call it, and choose alike. Raises UserError: `model.fused` is `compile`, and torch cannot compile
+    here.
     """
     if config.model.fused == "compile":
         check_compiler(world.device)
@@ -111,16 +95,10 @@ def choose_engine(
     On a GPU the numbers of the engine are checked. `auto` measures the engines there, unless layers have windows or a
     soft cap, which not every engine computes.
 
-    Args:
-        config: the run's.
-        engine: what `resolve_engine` returned.
-        kept: what `auto` chose when the run that resumes began; it stays, because another moves the last digits.
-        model_config: of the model.
-        rows: of the run; the second is the one that counts.
-        world: this rank's place.
-
-    Raises:
-        UserError: the engine's numbers are wrong here, or none can be chosen.
+    engine: what `resolve_engine` returned.
+    kept: what `auto` chose when the run that resumes began; it stays, because another moves the last digits.
+    rows: of the run; the second is the one that counts.
+    Raises UserError: the engine's numbers are wrong here, or none can be chosen.
     """
     if world.device.type != "cuda":
         return engine, ""

@@ -37,21 +37,12 @@ def export_step(
     weights: dict[str, Tensor] | None,
     safe: str,
 ) -> list[str]:
-    """Write the model after a step into the run's folder, on rank 0.
+    """Write the model after a step into the folder `target` of a run, on rank 0; return what other readers need, a line
+    each.
 
-    Args:
-        folder: the run's.
-        target: the folder of the model, in the run's.
-        setup, config: the run's.
-        step: steps done.
-        weights: the state dict, where the model does not hold it whole.
-        safe: which step is saved, for a message.
-
-    Returns:
-        What other readers of the model need, a line each.
-
-    Raises:
-        UserError: it cannot be written, or a weight is not finite. No file of it is left.
+    weights: the state dict, where the model does not hold it whole.
+    safe: which step is saved, for a message.
+    Raises UserError: it cannot be written, or a weight is not finite. No file of it is left.
     """
     write_adapter: Callable[[Path], None] | None = None
     if weights is not None and (lora := config.model.lora) is not None:
@@ -83,20 +74,16 @@ def export(
     write_adapter: Callable[[Path], None] | None = None,
     card: str | None = None,
 ) -> None:
-    """Write model and tokenizer into a folder that loads with plain transformers, 4 and 5, and with other readers.
+    """Write model and tokenizer into an empty folder that loads with plain transformers, 4 and 5, and with other
+    readers.
 
-    The config has the new length and the RoPE parameters, and not the attention engine of the training.
+    The config has the new length and the RoPE parameters, and not the attention engine of the training. The tokenizer
+    gets the model's length as `model_max_length`.
 
-    Args:
-        model: saved as safetensors, in its dtype.
-        tokenizer: saved with the model's length as `model_max_length`.
-        folder: empty.
-        weights: the state dict, where the model does not hold it whole.
-        write_adapter: writes an adapter into a folder, which is made in this one.
-        card: the content of README.md.
-
-    Raises:
-        OSError: the folder cannot be written, or a library saved something else than a model with its config.
+    weights: the state dict, where the model does not hold it whole.
+    write_adapter: writes an adapter into a folder, which is made in this one.
+    card: the content of README.md.
+    Raises OSError: the folder cannot be written, or a library saved something else than a model with its config.
     """
     save_folder(model, tokenizer, folder, weights)
     if not (folder / "config.json").is_file() or not list(folder.glob("model*.safetensors")):

@@ -61,13 +61,9 @@ class Outputs(BaseModel):
 
 
 class RunFolder:
-    """The folder of a run. Creating the object touches nothing on the disk.
+    """The folder of a run, `run.folder`. Creating the object touches nothing on the disk.
 
-    Args:
-        path: `run.folder`.
-
-    Raises:
-        UserError: no folder can have this path, or it leads through a link to nothing.
+    Raises UserError: no folder can have this path, or it leads through a link to nothing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -90,14 +86,10 @@ class RunFolder:
     def check(self, replace: bool, source: str, data: DataConfig) -> None:
         """Refuse a path that cannot take a new run.
 
-        Args:
-            replace: whether an existing run may be renamed.
-            source: `model.source`, which must not be in the folder.
-            data: its cache, prepared store and sources must not be in the folder either.
-
-        Raises:
-            UserError: the path is a file, a link, or a folder that holds anything but a run that may be replaced and
-                that no process works on; it cannot be written; or the new run reads from it.
+        replace: whether an existing run may be renamed.
+        source, data: `model.source`, cache, prepared store and sources must not be in the folder.
+        Raises UserError: the path is a file, a link, or a folder that holds anything but a run that may be replaced and
+            that no process works on; it cannot be written; or the new run reads from it.
         """
         try:
             self._check_content(replace)
@@ -137,13 +129,9 @@ class RunFolder:
     def create(self, config: Config, record: RunRecord, replace: bool) -> Iterator[Path | None]:
         """Make the folder with its record and resolved config, and lock the run until the block ends.
 
-        With `replace` an existing run is first renamed to FOLDER.replaced-N. Nothing is removed.
-
-        Yields:
-            The folder to which the existing run was moved; None if there was none.
-
-        Raises:
-            UserError: as `check`; the folder cannot be made; or another process works on the run.
+        With `replace` an existing run is first renamed to FOLDER.replaced-N; yield that folder, or None. Nothing is
+        removed.
+        Raises UserError: as `check`; the folder cannot be made; or another process works on the run.
         """
         self.check(replace, config.model.source, config.data)
         content = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"
@@ -183,11 +171,7 @@ class RunFolder:
     # --- reading it ---------------------------------------------------------------------------------------------------
 
     def check_run(self) -> RunRecord:
-        """Return the record of the run that the folder holds.
-
-        Raises:
-            UserError: there is none, or it is damaged.
-        """
+        """Return the record of the run that the folder holds. Raises UserError: there is none, or it is damaged."""
         try:
             content = read_json(self.record, most=_MOST_BYTES) if os.path.lexists(self.record) else {}
         except OSError as error:
@@ -205,10 +189,8 @@ class RunFolder:
             ) from None
 
     def read_config(self, overrides: Sequence[str] = ()) -> Config:
-        """Return the config that the run wrote, with overrides.
-
-        Raises:
-            UserError: it is damaged: says where else it stands; or an override does not fit.
+        """Return the config that the run wrote, with overrides. Raises UserError: it is damaged: says where else it
+        stands; or an override does not fit.
         """
         try:
             load_config(self.config)
@@ -220,10 +202,8 @@ class RunFolder:
         return load_config(self.config, overrides)
 
     def check_places(self, config: Config) -> None:
-        """Refuse a relative path of a config that is not here, and is where the run began.
-
-        Raises:
-            UserError: names that folder.
+        """Refuse a relative path of a config that is not here, and is where the run began. Raises UserError: names that
+        folder.
         """
         began = self.check_run().began_in
         for field, place in _places_read(config.model.source, config.data):
@@ -234,44 +214,26 @@ class RunFolder:
                 )
 
     def note_start(self, step: int, tokens: Path, sha256: str, base: Path) -> None:
-        """Write into `timing.jsonl` at which step the run starts, and where its tokens and first weights are now.
-
-        Args:
-            step: steps done.
-            tokens: folder of the token store.
-            sha256: the digest of its tokens.
-            base: folder of the weights with which the run began.
-        """
+        """Write into `timing.jsonl` at which step the run starts, and where its tokens and first weights are now."""
         place = {"tokens": str(tokens.resolve()), "tokens_sha256": sha256}
         with MetricsFile(self.timing) as timing:
             timing.write("begin", {"step": step, **place, "base": str(base.resolve())})
 
     def last_start(self) -> dict[str, Any] | None:
-        """Return what `note_start` wrote last; None if the run was never started.
-
-        Raises:
-            UserError: `timing.jsonl` is damaged.
+        """Return what `note_start` wrote last; None if the run was never started. Raises UserError: `timing.jsonl` is
+        damaged.
         """
         starts = [event for event in read_metrics(self.timing) if event["event"] == "begin"]
         return starts[-1] if starts else None
 
     def last_saved(self) -> int | None:
-        """Return the last step that was saved, by `timing.jsonl`; None if there was none.
-
-        Raises:
-            UserError: the file is damaged.
+        """Return the last step that was saved, by `timing.jsonl`; None if there was none. Raises UserError: the file is
+        damaged.
         """
         return last_saved(read_metrics(self.timing))
 
     def check_shared(self, record: FileEntry) -> None:
-        """Check that this rank sees the same run as rank 0.
-
-        Args:
-            record: `run.json` as rank 0 sees it.
-
-        Raises:
-            UserError: it does not.
-        """
+        """Refuse a `run.json` here that is not `record`, as rank 0 sees it."""
         for attempt in range(_ATTEMPTS):
             with suppress(OSError):
                 if entry_of(self.record) == record:
@@ -285,20 +247,15 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished and its model exists. Only the sizes of the model's files are checked.
-
-        Raises:
-            UserError: `outputs.json` is damaged.
-            OSError: the system's reason.
+        """Whether the run is finished and its model exists. Only the sizes of the model's files are checked. Raises
+        UserError: `outputs.json` is damaged. Raises OSError.
         """
         outputs = self._read_outputs()
         return outputs.finished is not None and find_change(self.model, outputs.models.get(MODEL, {}), False) is None
 
     def listed_models(self) -> dict[str, dict[str, FileEntry]]:
-        """Return the files of each exported folder, by its path in the run's folder.
-
-        Raises:
-            UserError: `outputs.json` is damaged, or lists no model although there is one.
+        """Return the files of each exported folder, by its path in the run's folder. Raises UserError: `outputs.json`
+        is damaged, or lists no model although there is one.
         """
         models = self._read_outputs().models
         if not models and os.path.lexists(self.model):
@@ -307,9 +264,7 @@ class RunFolder:
 
     def last_models(self, last: int) -> list[tuple[str, int | None, Path]]:
         """Return name, step (None: not known) and folder of the last exported models; the trained one comes last.
-
-        Raises:
-            UserError: the run has exported none yet, or `outputs.json` is damaged.
+        Raises UserError: the run has exported none yet, or `outputs.json` is damaged.
         """
         models: list[tuple[str, int | None, Path]] = [
             (path.name, step_of(path.name), path) for path in self.exports_of_steps()
@@ -329,11 +284,8 @@ class RunFolder:
     # --- exporting into it --------------------------------------------------------------------------------------------
 
     def has_export(self, target: Path) -> bool:
-        """Whether an export of this run exists. Every byte of it is checked.
-
-        Raises:
-            UserError: it is not what was exported, or something else has its name.
-            OSError: the system's reason.
+        """Whether an export of this run exists. Every byte of it is checked. Raises UserError: it is not what was
+        exported, or something else has its name. Raises OSError.
         """
         if not os.path.lexists(target):
             return False
@@ -370,14 +322,8 @@ class RunFolder:
     # --- going back to an earlier step --------------------------------------------------------------------------------
 
     def check_later_exports(self, step: int, last: int) -> None:
-        """Check that the models of later steps hold no files but those that the run exported.
-
-        Args:
-            step: steps done.
-            last: steps of the whole run, after which the trained model is exported.
-
-        Raises:
-            UserError: one holds something else.
+        """Refuse models of steps after `step`, the trained one after `last` included, with files that the run did not
+        export.
         """
         models = self._read_outputs().models
         for folder in self._later_exports(step, last):
@@ -390,14 +336,7 @@ class RunFolder:
                     )
 
     def remove_later_exports(self, step: int, last: int) -> None:
-        """Remove the models of later steps, because the run resumes from this one.
-
-        Args:
-            step, last: as for `check_later_exports`, which has passed.
-
-        Raises:
-            OSError: the system's reason.
-        """
+        """Remove these models, which `check_later_exports` has passed: the run resumes from here. Raises OSError."""
         outputs = self._read_outputs()
         for folder in self._later_exports(step, last):
             aside = set_aside(folder)  # first, so that an interruption never leaves a part of it under its name
@@ -452,15 +391,10 @@ class RunFolder:
 
 
 def find_change(folder: Path, files: Mapping[str, FileEntry], whole: bool) -> str | None:
-    """Return how an exported folder differs from what was exported, or None. Files that are not listed do not count.
+    """Return how an exported folder differs from `files`, or None. Files that are not listed do not count.
 
-    Args:
-        folder: the export.
-        files: what it must hold.
-        whole: read the content of its files, not only their sizes.
-
-    Raises:
-        OSError: a file cannot be read.
+    whole: read the content of its files, not only their sizes.
+    Raises OSError: a file cannot be read.
     """
     for name, entry in sorted(files.items()):
         if (fault := differs(folder / name, entry, whole)) is not None:

@@ -81,24 +81,18 @@ def train(
 ) -> Result | None:
     """Train as the config says; leave the model, `metrics.jsonl`, `loss.png` and the config in the run's folder.
 
-    Every process that torchrun started calls this.
+    Every process that torchrun started calls this. Return the result on rank 0; None on the others, and if a run that
+    is resumed is finished.
 
-    Args:
-        config: what `load_config` returned.
-        replace: if the folder holds a run, rename it to FOLDER.replaced-N.
-        resume: if the folder holds a run, do what the function `resume` does.
-        console: where people look; default: standard error.
-        started: when the process began, by `time.perf_counter`; default: now.
-        on_model: called with the loaded model, for experiments; a run that resumes is not told of it.
-
-    Returns:
-        The result, on rank 0; None on the others, and if a run that is resumed is finished.
-
-    Raises:
-        UserError: something does not fit, and then no run folder was made; or a step is bad
-            (`torchtrain.training.guard`), or a checkpoint cannot be written.
-        OtherRankFailed: another rank has an error, and prints it.
-        Terminated: SIGTERM or Ctrl-C was obeyed, and the last step is saved.
+    replace: if the folder holds a run, rename it to FOLDER.replaced-N.
+    resume: if the folder holds a run, do what the function `resume` does.
+    console: where people look; default: standard error.
+    started: when the process began, by `time.perf_counter`; default: now.
+    on_model: called with the loaded model, for experiments; a run that resumes is not told of it.
+    Raises UserError: something does not fit, and then no run folder was made; or a step is bad
+        (`torchtrain.training.guard`), or a checkpoint cannot be written.
+    Raises OtherRankFailed: another rank has an error, and prints it.
+    Raises Terminated: SIGTERM or Ctrl-C was obeyed, and the last step is saved.
     """
     started = time.perf_counter() if started is None else started
     with Termination() as termination, _join(config) as world, ExitStack() as locks:
@@ -114,24 +108,17 @@ def train(
 def resume(
     config: Config, *, step: int | None = None, console: Console | None = None, started: float | None = None
 ) -> Result | None:
-    """Resume the run in `run.folder`; it ends as if it had not been interrupted.
+    """Resume the run in `run.folder`; it ends as if it had not been interrupted. Return as `train`.
 
     Every process that torchrun started calls this. With as many processes as before, and the same layout, it ends with
     the same bits. Otherwise rows, their order and the restored weights are the same.
 
-    Args:
-        config: the run's own; only what `torchtrain.checkpoint.identity.FREE` names may have changed.
-        step: from the checkpoint of which step; 0 starts again; default: the last.
-        console: where people look; default: standard error.
-        started: when the process began, by `time.perf_counter`; default: now.
-
-    Returns:
-        As `train`; None if the run is finished.
-
-    Raises:
-        UserError: there is no run; a setting that decides the numbers has changed; a checkpoint is damaged; or as
-            `train`.
-        OtherRankFailed, Terminated: as `train`.
+    config: the run's own; only what `torchtrain.checkpoint.identity.FREE` names may have changed.
+    step: from the checkpoint of which step; 0 starts again; default: the last.
+    console, started: as `train`.
+    Raises UserError: there is no run; a setting that decides the numbers has changed; a checkpoint is damaged; or as
+        `train`.
+    Raises OtherRankFailed, Terminated: as `train`.
     """
     started = time.perf_counter() if started is None else started
     with Termination() as termination, _join(config) as world, ExitStack() as locks:
@@ -217,15 +204,7 @@ class Trainer:
         torch.manual_seed(int(own.generate_state(1, np.uint64)[0]))
 
     def train(self, setup: Setup, checkpoint: Manifest | None = None) -> Result | None:
-        """Measure the held-out loss, take the steps, measure it again, export.
-
-        Args:
-            setup: model and rows.
-            checkpoint: from which the run resumes.
-
-        Returns:
-            As the function `train`.
-        """
+        """Measure the held-out loss, take the steps, measure it again, export; return as the function `train`."""
         self.config = self.config.model_copy(update={"train": self.config.train.with_steps(setup.record.steps)})
         config, folder = self.config, self.folder
         counter = FlopCounter.of(setup.model)
@@ -295,15 +274,7 @@ class Trainer:
         counter: FlopCounter | None = None,
     ) -> HeldOut:
         """Measure the held-out loss of the model as it is now, and write it into the journal; empty without such rows.
-
-        Args:
-            session: has the step and the model.
-            journal: takes the losses.
-            after_row: called after each micro-batch of rows.
-            counter: of the whole model; with it, estimates of the time are logged.
-
-        Raises:
-            UserError, OtherRankFailed: weights or losses are not finite.
+        With `counter`, estimates of the time are logged.
         """
         setup, strategy, train = session.setup, session.strategy, self.config.train
         losses = HeldOut(setup.store.domains, setup.source.own_positions)
@@ -375,11 +346,8 @@ class Trainer:
         return asked > 0
 
     def _evaluate(self, session: Session) -> None:
-        """Run the suite of `evaluation` if it is due after this step. A signal is obeyed between two batches.
-
-        Raises:
-            UserError, OtherRankFailed, Terminated: as `_check_stop`. A failed evaluation is logged
-                and does not end the run.
+        """Run the suite of `evaluation` if it is due after this step. A signal is obeyed between two batches. A failed
+        evaluation is logged and does not end the run.
         """
         if self.evaluation is not None and self.evaluation.due(session.step, self.config.train.steps):
             setup = session.setup
@@ -393,12 +361,7 @@ class Trainer:
             )
 
     def _check_stop(self, session: Session) -> None:
-        """Between two steps: finish a save that all ranks have written, and save and stop if any rank got a signal.
-
-        Raises:
-            UserError, OtherRankFailed: a save could not be written.
-            Terminated: on all ranks.
-        """
+        """Between two steps: finish a save that all ranks have written, and save and stop if any rank got a signal."""
         asked = [float(self.termination.asked == number) for number in SIGNALS]
         *asked, written = self.world.sum([*asked, float(session.written)])
         if written == self.world.size:
@@ -429,10 +392,8 @@ def _sizes(row: Mapping[str, np.ndarray]) -> tuple[int, int, int]:
 
 
 def make_evaluation(config: Config, world: World) -> "TrainingEvaluation | None":
-    """Return the suite that a run is measured with while it trains; None: there is none.
-
-    Raises:
-        UserError: the run is spread over processes, or the suite does not fit.
+    """Return the suite that a run is measured with while it trains; None: there is none. Raises UserError: the run is
+    spread over processes, or the suite does not fit.
     """
     if not config.evaluation.every:
         return None

@@ -63,9 +63,6 @@ def make_progress_printer(
 class Display:
     """The progress of a run, a context manager: bars on a terminal; anywhere else a line a step, and one every half
     minute within a step.
-
-    Args:
-        console: where to.
     """
 
     def __init__(self, console: Console) -> None:
@@ -273,11 +270,10 @@ class Journal:
 
     All ranks make one and call it alike; only rank 0's writes.
 
-    Args:
-        log: the services that get its numbers.
-        folder: the run's, which is there.
-        world: this rank's place.
-        console: takes the progress.
+    log: the services that get its numbers.
+    folder: the run's, which is there.
+    world: this rank's place.
+    console: takes the progress.
     """
 
     def __init__(self, log: LogConfig, folder: RunFolder, world: World, console: Console) -> None:
@@ -306,35 +302,25 @@ class Journal:
     def open_writers(self, first: int, config: Config) -> None:
         """Start the services that `log` names.
 
-        Args:
-            first: steps done so far.
-            config: the run's, which they show.
-
-        Raises:
-            UserError, OtherRankFailed: one of them does not start.
+        first: steps done so far.
+        config: the run's, which they show.
+        Raises UserError, OtherRankFailed: one of them does not start.
         """
         with self._world.together():
             for name in dict.fromkeys(self._log.report_to if self._leads else []):
                 self._senders.append(_start_tracker(name, config, self._folder.path, first, self._open))
 
     def begin_steps(self, first: int, last: int, started: float, resumed: bool) -> None:
-        """Show the training.
+        """Show the training from step `first` to `last`.
 
-        Args:
-            first: steps done so far.
-            last: steps of the whole run.
-            started: when the process began, by `time.perf_counter`; the first step has the time since then.
-            resumed: whether the run was resumed, which the first step says, too.
+        started: when the process began, by `time.perf_counter`; the first step has the time since then.
+        resumed: whether the run was resumed, which the first step says, too.
         """
         self._advance = self.display.task("training", last, first)
         self._beginning = started, resumed
 
     def write_step(self, step: Step) -> None:
-        """Write a step into the files, show it, and forward it.
-
-        Raises:
-            UserError: the disk does not take it.
-        """
+        """Write a step into the files, show it, and forward it. Raises UserError: the disk does not take it."""
         event, speed = step.event(), step.speed()
         self.metrics.write("step", event)
         if self._beginning is not None:
@@ -347,10 +333,8 @@ class Journal:
         self.forward("speed", step.number, speed)
 
     def has_held_out(self, step: int) -> bool:
-        """Whether `metrics.jsonl` has the held-out loss after a step, the last it has; on all ranks alike.
-
-        Raises:
-            UserError, OtherRankFailed: it cannot be read.
+        """Whether `metrics.jsonl` has the held-out loss after a step, the last it has; on all ranks alike. Raises
+        UserError, OtherRankFailed: it cannot be read.
         """
         found = False
         with self._world.together():
@@ -365,10 +349,8 @@ class Journal:
             send(dict(_numbers(event, name)), step)
 
     def finish(self, step: int) -> None:
-        """Plot the losses, and note that the run is finished.
-
-        Raises:
-            UserError, OtherRankFailed: the disk does not take it.
+        """Plot the losses, and note that the run is finished. Raises UserError, OtherRankFailed: the disk does not take
+        it.
         """
         with self._world.together():
             if self._leads:

@@ -33,15 +33,8 @@ from torchtrain.training.strategy import Strategy
 class Session:
     """Saves, resumes and exports a run between two steps.
 
-    All ranks make one and call it alike; rank 0 writes what is common.
-
-    Args:
-        config: the run's.
-        folder: the run's.
-        setup: model and rows.
-        strategy: holds the state.
-        metrics, timing: the two files; a checkpoint holds the digest of the first.
-        log: takes one line at a time.
+    All ranks make one and call it alike; rank 0 writes what is common. A checkpoint holds the digest of the file
+    `metrics`.
     """
 
     def __init__(
@@ -108,14 +101,10 @@ class Session:
         """Save a checkpoint of this step, unless this step was resumed or saved last, or none was taken.
 
         With `save.asynchronous` the state is copied to host memory here, and written while training continues. An
-        earlier save is waited for first. The checkpoint is sure to exist once `finish_saves` has returned.
-
-        Args:
-            wait: until it is written.
-
-        Raises:
-            UserError: it, or the one before, cannot be written; see `Checkpoints.save`. Or weights or moments are not
-                finite, and nothing is saved.
+        earlier save is waited for first. The checkpoint is sure to exist once `finish_saves` has returned, or with
+        `wait`.
+        Raises UserError: it, or the one before, cannot be written; see `Checkpoints.save`. Or weights or moments are
+            not finite, and nothing is saved.
         """
         if self.step in (0, self._begun):
             if wait:
@@ -170,13 +159,8 @@ class Session:
         started: float,
         held: float | None = None,
     ) -> None:
-        """Write a step's checkpoint, in the main thread or in the background, and log that.
-
-        Args:
-            step: steps done when it was begun.
-            state, manifest, world: as for `Checkpoints.save`.
-            started: when that was, by `time.perf_counter`.
-            held: seconds that training waited; None: until all is written.
+        """Write a step's checkpoint, in the main thread or in the background, and log that. `held`: seconds that
+        training waited; None: until all is written.
         """
         size = self.checkpoints.save(state, manifest, step, self._config.save.keep, world)
         seconds = time.perf_counter() - started
@@ -187,18 +171,14 @@ class Session:
 
     @property
     def written(self) -> bool:
-        """Whether this rank has written its part of a save that `finish_saves` was not called for yet.
-
-        Raises:
-            Exception: it failed, and the other ranks do not know.
+        """Whether this rank has written its part of a save that `finish_saves` was not called for yet. Raises
+        Exception: it failed, and the other ranks do not know.
         """
         return self._background.has_ended()
 
     def finish_saves(self) -> None:
-        """Wait for the save that is being written, if there is one. All ranks call it.
-
-        Raises:
-            UserError: it could not be written; see `Checkpoints.save`.
+        """Wait for the save that is being written, if there is one. All ranks call it. Raises UserError: it could not
+        be written; see `Checkpoints.save`.
         """
         if self._background.busy:
             self._background.finish()
@@ -206,11 +186,8 @@ class Session:
 
     @contextmanager
     def finish_save_on_error(self) -> Iterator[None]:
-        """However the block ends, finish the save that is being written.
-
-        Raises:
-            Exception: what the block raised; and what the save failed by, which replaces it where the block was only
-                stopped.
+        """However the block ends, finish the save that is being written. What the save failed by replaces what the
+        block raised where that only stopped it.
         """
         try:
             yield
@@ -234,9 +211,7 @@ class Session:
     def export(self, target: Path) -> None:
         """Leave the model as it is now in a folder, unless it is there already: a step always gives the same one.
 
-        Raises:
-            UserError: it cannot be written, something else has its name, or a weight is not finite. No file of it
-                is left.
+        Raises UserError: it cannot be written, something else has its name, or a weight is not finite. No file is left.
         """
         world = self.strategy.world
         with world.together():

@@ -75,10 +75,8 @@ class Start:
         return None if self.record is None else self.record.identity
 
     def check(self, identity: Mapping[str, Any]) -> None:
-        """Check that a run resumes with what it began with; `identity` may lack parts that are not known yet.
-
-        Raises:
-            UserError: names the part that has changed.
+        """Refuse to resume with another identity than the run began with; `identity` may lack parts that are not known
+        yet.
         """
         if self.identity is not None:
             check_identity(self.identity, identity)
@@ -133,21 +131,16 @@ class Setup:
 def set_up(
     config: Config,
     log: Callable[[str], None],
-    on_progress: Callable[[PreparationProgress], None] | None = None,
+    on_progress: Callable[[PreparationProgress], None] = lambda progress: None,
     world: World = ALONE,
     start: Start = Start(),
 ) -> Setup:
     """Make and check everything. Writes only into `data.cache`, where ranks wait for the one that comes first.
 
-    Args:
-        config: the run's.
-        log: takes one line at a time.
-        on_progress: passed to `torchtrain.data.prepare`.
-        world: this rank's place; its device is where the model goes.
-        start: what the run must be made of, and what was decided when it began.
-
-    Raises:
-        UserError: anything that does not fit; see the functions that are called here.
+    on_progress: passed to `torchtrain.data.prepare`.
+    world: this rank's place; its device is where the model goes.
+    start: what the run must be made of, and what was decided when it began.
+    Raises UserError: anything that does not fit; see the functions that are called here.
     """
     began = start.record
     source, engine = open_source(config, world.device, log)
@@ -199,13 +192,9 @@ def set_up(
 
 
 def open_source(config: Config, device: torch.device, log: Callable[[str], None]) -> tuple[Source, str]:
-    """Open the model's config and tokenizer, extend the config, and check what a run asks of them.
-
-    Returns:
-        The source, and the engine of attention that `model.attention` stands for before any is measured.
-
-    Raises:
-        UserError: something does not fit.
+    """Open the model's config and tokenizer, extend the config, and check what a run asks of them. Return the source,
+    and the engine of attention that `model.attention` stands for before any is measured. Raises UserError: something
+    does not fit.
     """
     asked = config.model.attention, device, getattr(torch, config.model.dtype)
     resolve_engine(*asked)  # what cannot run here is refused before a hub is asked
@@ -238,15 +227,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the model onto this rank's device, and digest its weights while they are read.
 
-    Args:
-        config: the run's.
-        source: what `open_source` returned.
-        engine: what `choose_engine` returned.
-        fused: what `choose_fused` returned.
-        world: this rank's place.
-
-    Raises:
-        UserError: the files differ between ranks, or cannot be read.
+    engine, fused: what `choose_engine` and `choose_fused` returned.
+    Raises UserError: the files differ between ranks, or cannot be read.
     """
     settings, recomputation = choose_recomputation(config, source.config, engine[0], world)
     settings = settings.model_copy(update={"fused": fused[0]})
@@ -265,10 +247,8 @@ def load_model(
 
 
 def count_steps(train: TrainConfig, rows: PackedRows) -> int:
-    """Return the steps of a new run: `train.steps`, or those of `train.epochs`.
-
-    Raises:
-        UserError: the schedule does not fit into them.
+    """Return the steps of a new run: `train.steps`, or those of `train.epochs`. Raises UserError: the schedule needs
+    more.
     """
     if train.epochs is None:
         return train.steps
@@ -284,10 +264,8 @@ def pack_rows(
 
     A held-out row holds documents of one domain, or, with `held_out.together`, of each domain as many tokens: every
     domain is measured, however large it is.
-
-    Raises:
-        UserError: no documents to train on; `data.held_out_share` holds none out; no row has a target; or the documents
-            of a domain do not fit into its part of a row of `held_out.together`.
+    Raises UserError: no documents to train on; `data.held_out_share` holds none out; no row has a target; or the
+        documents of a domain do not fit into its part of a row of `held_out.together`.
     """
     train, held = split.train, split.held_out
 

@@ -27,19 +27,10 @@ Log = Callable[[str], None]
 def make_folder(
     config: Config, setup: Setup, folder: RunFolder, world: World, replace: bool, locks: ExitStack, log: Log
 ) -> None:
-    """Make the folder of a new run, and hold its lock.
+    """Make the folder of a new run, and hold its lock as long as `locks` last.
 
-    Args:
-        config: the run's.
-        setup: model and rows.
-        folder: the run's.
-        world: this rank's place.
-        replace: if the folder holds a run, rename it to FOLDER.replaced-N.
-        locks: hold the folder for as long as they last.
-        log: takes one line at a time.
-
-    Raises:
-        UserError, OtherRankFailed: the folder cannot be made; then there is none.
+    replace: if the folder holds a run, rename it to FOLDER.replaced-N.
+    Raises UserError, OtherRankFailed: the folder cannot be made; then there is none.
     """
     with world.together():
         if world.rank == 0:
@@ -53,21 +44,11 @@ def make_folder(
 def find_start(
     config: Config, folder: RunFolder, world: World, step: int | None, locks: ExitStack, log: Log
 ) -> Start | None:
-    """Take the folder of a run that resumes, and choose the checkpoint from which it does.
+    """Take the folder of a run that resumes, for as long as `locks` last, and choose the checkpoint from which it does;
+    None if it is finished.
 
-    Args:
-        config: with which it resumes.
-        folder: the run's.
-        world: this rank's place.
-        step: of the checkpoint; 0 begins anew; None is the last.
-        locks: hold the folder for as long as they last.
-        log: takes one line at a time.
-
-    Returns:
-        Where the run starts; None if it is finished.
-
-    Raises:
-        UserError, OtherRankFailed: there is no run, its config is another, or a checkpoint is damaged.
+    step: of the checkpoint; 0 begins anew; None is the last.
+    Raises UserError, OtherRankFailed: there is no run, its config is another, or a checkpoint is damaged.
     """
     with world.together():
         if world.rank == 0:

@@ -19,10 +19,8 @@ _LONGEST = 8.6e13  # seconds that timedelta takes
 
 
 def status_lines(folder: Path) -> Iterator[str]:
-    """Yield lines on the progress of a run.
-
-    Raises:
-        UserError: the folder holds no run, or its record is damaged. Another damaged file is a line.
+    """Yield lines on the progress of a run. Raises UserError: the folder holds no run, or its record is damaged.
+    Another damaged file is a line.
     """
     try:
         yield from _lines(folder)

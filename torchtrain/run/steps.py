@@ -29,14 +29,8 @@ class _StoppedError(Exception):
 
 
 def check_finite(strategy: Strategy, when: str, advice: str) -> None:
-    """Check this rank's weights, masters and moments, between two steps.
-
-    Args:
-        strategy: holds them.
-        when, advice: for the message.
-
-    Raises:
-        UserError: one is not finite: names the tensor.
+    """Refuse weights, masters and moments of this rank that are not finite, and name the tensor. `when`, `advice`: for
+    the message.
     """
     if (name := first_not_finite(_tensors_of(strategy))) is not None:
         raise UserError(f"{name} is not finite {when}; {advice}")
@@ -93,19 +87,11 @@ def take_steps(
 ) -> Iterator[Step]:
     """Train to the end, or until `stops`; yield each step when it is done.
 
-    Args:
-        train: settings.
-        setup: rows and domains.
-        strategy: holds the state after `first` steps.
-        counter: of the whole model.
-        guard: finds steps that must not update.
-        first: steps done so far.
-        tokens_seen: in these.
-        on_part: called with how far a step is, in words, after each of its micro-batches.
-        stops: asked between two of them, on all ranks alike; True leaves the step as if it had not begun.
-
-    Raises:
-        UserError, OtherRankFailed: a bad step; see `Guard.leave_out`.
+    strategy: holds the state after `first` steps, in which `tokens_seen` were seen.
+    counter: of the whole model.
+    on_part: called with how far a step is, in words, after each of its micro-batches.
+    stops: asked between two of them, on all ranks alike; True leaves the step as if it had not begun.
+    Raises UserError, OtherRankFailed: a bad step; see `Guard.leave_out`.
     """
     world = strategy.world
     peak = peak_flops(world.device, setup.model.dtype)
@@ -155,10 +141,8 @@ def take_steps(
 
 
 def _leave_out(strategy: Strategy, guard: Guard, number: int, fault: str, result: StepResult) -> None:
-    """Note a bad step, or end the run with it.
-
-    Raises:
-        UserError, OtherRankFailed: weights are not finite, or the step is one too many.
+    """Note a bad step, or end the run with it. Raises UserError, OtherRankFailed: weights are not finite, or the step
+    is one too many.
     """
     with strategy.world.together():
         # Weights that are not numbers make every step a bad one: leaving steps out would be of no use.

@@ -31,13 +31,9 @@ class Finding:
 def verify_folder(folder: Path) -> Iterator[Finding]:
     """Check everything in a folder that has a digest, one thing after another.
 
-    Args:
-        folder: a token store's, or a run's; of a run its checkpoints, the beginning of `metrics.jsonl` that belongs to
-            the last of them, its exported models, and, wherever they are, the tokens and the first weights with which
-            it was last started.
-
-    Raises:
-        UserError: it is neither.
+    Of a run these are its checkpoints, the beginning of `metrics.jsonl` that belongs to the last of them, its exported
+    models, and, wherever they are, the tokens and the first weights with which it was last started.
+    Raises UserError: it is neither a run's nor a token store's.
     """
     run = RunFolder(folder)
     if (folder / HEADER).exists():
