@@ -7,7 +7,8 @@ same sums domain by domain.
 
 A batch is a dict of int arrays [B, T]: `input_ids`, `position_ids`, `document_ids`, `shift_labels` (and `domain_ids`).
 A mean is a sum over counted tokens divided by the counted tokens of the WHOLE batch, over all rows and ranks: a mean of
-means weighs a short row's tokens more.
+means weighs a short row's tokens more. With `weights` [B, T] in the batch it is the sum of each loss times its weight,
+divided by the weights of all counted tokens.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxref.mask import visible_BQJ
 from jaxref.model import Decoder, head_logits, to_arrays
 from jaxref.rounding import Rounding
 
@@ -74,6 +76,27 @@ def totals(nll_BT: jax.Array, shift_labels_BT: Any) -> tuple[jax.Array, int]:
     return nll_BT.sum(), int((np.asarray(shift_labels_BT) != IGNORED).sum())
 
 
+def total_weight(batch: Mapping[str, Any]) -> float:
+    """Return what the counted tokens of a batch weigh together: their number where it has no `weights`."""
+    counted_BT = np.asarray(batch["shift_labels"]) != IGNORED
+    return float(np.where(counted_BT, batch.get("weights", 1), 0).sum(dtype=np.float64))
+
+
+def context_weights(document_ids_BT: Any, shift_labels_BT: Any, tail: int, extra: float, most: float) -> np.ndarray:
+    """Return a weight for each token, float32 [B, T], by how many tokens it sees.
+
+    Below `tail` it is 1. From there on, octave by octave, it is 1 + min(most, extra x N / (K x n)): n of the N counted
+    tokens of the tail are in this octave, and K octaves have any. Source: EXACT, arXiv 2605.10544.
+    """
+    seen_BT = np.stack([visible_BQJ(np.asarray(row)[None])[0].sum(1) for row in document_ids_BT])
+    octave_BT = np.array([[next(k for k in range(64) if n < tail << k) for n in row] for row in seen_BT.tolist()])
+    counted_BT = (np.asarray(shift_labels_BT) != IGNORED) & (octave_BT > 0)
+    found = [(counted_BT & (octave_BT == k)).sum() for k in range(octave_BT.max() + 1)]
+    octaves = sum(n > 0 for n in found)
+    by_octave = [1 + (most if not n else min(most, extra * sum(found) / (octaves * n))) for n in found]
+    return np.where(octave_BT == 0, 1, np.array(by_octave)[octave_BT]).astype(np.float32)
+
+
 def domain_totals(
     nll_BT: jax.Array, shift_labels_BT: Any, domain_ids_BT: Any, domains: int
 ) -> tuple[jax.Array, np.ndarray]:
@@ -97,22 +120,23 @@ def mean_and_gradients(
     rounding: Rounding,
     query_block: int | None = None,
     chunk: int = 1024,
-    count: int | None = None,
+    count: float | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """Return (sum of the losses / `count`, its gradient by parameter name, each in the dtype its parameter is stored
     in, the loss of every token [B, T] of the same pass).
 
-    `count`: the counted tokens of the global batch, where this batch is one share of it (None: this batch is all). The
-    sum is divided before it is differentiated, as a trainer does it.
+    `count`: `total_weight` of the global batch, where this batch is one share of it (None: this batch is all). The sum
+    is divided before it is differentiated, as a trainer does it.
     Raises ValueError as `batch_nll` does, and for a batch in which no token is counted.
     """
-    counted = int((np.asarray(batch["shift_labels"]) != IGNORED).sum()) if count is None else count
-    if counted < 1:
+    counted = total_weight(batch) if count is None else count
+    if not counted:
         raise ValueError("shift_labels: every label is -100, so the batch has no loss")
 
     def mean(decoder: Decoder) -> tuple[jax.Array, jax.Array]:
         nll_BT = batch_nll(decoder, batch, rounding, query_block, chunk)
-        return nll_BT.sum() / counted, nll_BT
+        weighted_BT = nll_BT * batch["weights"].astype(nll_BT.dtype) if "weights" in batch else nll_BT
+        return weighted_BT.sum() / counted, nll_BT
 
     (value, nll_BT), gradients = jax.value_and_grad(mean, has_aux=True)(decoder)
     return value, to_arrays(gradients), nll_BT

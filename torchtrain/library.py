@@ -177,7 +177,9 @@ def _read(
         if isinstance(document, Mapping):
             if "shift_labels" in document:
                 raise UserError(f"{where}: has shift_labels; pack shifts labels itself: give them as labels, unshifted")
-            if kind := kind_of(document):
+            if (kind := kind_of(document)) == "weights":
+                raise UserError(f"{where}: has weights, which the loss of transformers does not take; remove them")
+            if kind:
                 try:
                     content = answers.encode(document, kind)
                 except BadItemError as why:

@@ -8,7 +8,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from jaxref.loss import batch_nll, domain_totals, mean_and_gradients, token_nll, totals
+from jaxref.loss import batch_nll, context_weights, domain_totals, mean_and_gradients, token_nll, totals
 from jaxref.model import to_arrays
 from jaxref.rounding import preset
 from jaxref.storage.weights import from_arrays
@@ -91,6 +91,31 @@ def test_shares_of_a_batch_add_up_to_the_whole():
         parts = [share[1][name].astype(jnp.float64) for share in shares]
         bound = 2.0**-24 * (sum(abs(part) for part in parts) + abs(gradient)) + 1e-15 * abs(gradient).max()
         assert (abs(parts[0] + parts[1] - gradient) <= bound).all()
+
+
+@pytest.mark.parametrize("weight", [0, 2])
+def test_a_rows_weight_is_how_often_the_row_counts(weight):
+    decoder, first, second = tiny("llama"), batch("intra"), batch("anchor")
+    both = {name: np.concatenate([first[name], second[name]]) for name in first}
+    often = {name: np.concatenate([first[name], *[second[name]] * weight]) for name in first}
+    weights = np.ones_like(both["input_ids"]) * np.float32([[1], [weight]])
+    mean, gradients, _ = mean_and_gradients(decoder, both | {"weights": weights}, EXACT)
+    expected, of_often, _ = mean_and_gradients(decoder, often, EXACT)
+    # Sums of the same terms in another order, as above.
+    assert float(mean) == pytest.approx(float(expected), rel=36 * 2.0**-53)
+    for name, gradient in gradients.items():
+        bound = 2.0**-23 * abs(gradient) + 1e-15 * abs(gradient).max()
+        assert (abs(gradient - of_often[name].astype(jnp.float64)) <= bound).all()
+
+
+def test_weights_follow_the_tokens_that_are_seen():
+    documents = np.array([[0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, -1]])
+    labels = np.where(documents > 0, 5, -100)
+    # Seen: 2 3 4 by the first document, 2 to 9 by the second: 2 are of 2 to 3 each, then 1 + 4, then 2.
+    weights = context_weights(documents, labels, tail=2, extra=1.0, most=1.5)
+    share = [11 / (3 * n) for n in (4, 5, 2)]
+    expected = [1] + [1 + min(1.5, share[k]) for k in (0, 0, 1, 0, 0, 1, 1, 1, 1, 2, 2)] + [1]
+    np.testing.assert_array_equal(weights, np.float32([expected]))
 
 
 def test_domains_split_the_total():

@@ -40,6 +40,7 @@ from torchtrain.attention.masks import caps_scores
 from torchtrain.config import Config, DistributedConfig, ModelConfig, PackConfig, RopeConfig, TrainConfig
 from torchtrain.data import stack_rows
 from torchtrain.data.rows import SpanTokens, build_row
+from torchtrain.data.weights import LossWeights
 from torchtrain.distributed.world import World
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import extend, rotated_dimensions
@@ -97,7 +98,8 @@ def candidate_side(case: GateCase) -> Arrays:
         arrays |= {f"inputs.{name}": batch[name].numpy() for name in names}
         arrays |= _taps(_build(case).eval(), {name: batch[name].to(device()) for name in names})
     if "loss" in stages:
-        arrays["inputs.shift_labels"] = np.stack([row["shift_labels"] for row in packed.rows])
+        names = ["shift_labels", *["weights"] * case.spec.weights]
+        arrays |= {f"inputs.{name}": np.stack([row[name] for row in packed.rows]) for name in names}
     if stages & {"loss", "gradients", "step"}:
         arrays |= _on_ranks(case, packed, _one_step)
     if "trajectory" in stages:
@@ -130,6 +132,9 @@ class _Rows:
 
     def __init__(self, case: GateCase) -> None:
         self.rows = [pack(row, case.spec) for row in case.rows]
+        if (settings := case.step.loss_weight) is not None:
+            weights = LossWeights.measure(settings, self.rows)
+            self.rows = [weights.weigh(row, np.random.default_rng()) for row in self.rows]
 
     def row_at(self, index: int) -> dict[str, np.ndarray]:
         return self.rows[index % len(self.rows)]

@@ -24,7 +24,7 @@ from jaxref.mask import PADDING
 from jaxref.rope_spec import RopeSpec
 from jaxref.storage.weights import parameter_shapes
 from parity_tests.gate.spec import RUN_STEPS, STEPS, CaseSpec
-from torchtrain.config import TrainConfig
+from torchtrain.config import LossWeightConfig, TrainConfig
 from torchtrain.modeling.source import open_tokenizer, resolve_source
 
 FAMILIES: dict[str, Any] = {
@@ -72,6 +72,7 @@ FALL = 3  # last steps, in which wsd falls
 HOLES = 7  # tokens of padding inside a row
 RUN_ROWS = 2  # of each step of a whole run
 LONG = 1024
+WEIGHTS = LossWeightConfig(tail=5, extra=2.0, most=3.0)  # of rows of 53 tokens: three buckets, one at the limit
 WORDS = 16  # different tokens that a text must have
 
 # Every array of a tiny model, down to the gradient of a norm, has 64 elements or more: the root mean squares of fewer
@@ -166,6 +167,7 @@ def resolve(spec: CaseSpec) -> GateCase:
     # each divided by a power of two where the ranks are one; and a rank has more than one micro-batch.
     changes: dict[str, Any] = {"schedule": spec.schedule, "warmup_steps": spec.warmup_steps}
     changes |= {"decay_steps": FALL, "decay": "sqrt"} if spec.schedule == "wsd" else {}
+    changes |= {"loss_weight": WEIGHTS} if spec.weights else {}
     step = TRAIN.model_copy(update=changes | {"sequences_per_step": len(rows) * spec.ranks * spec.repeats})
     # torch's decay rounds each weight once more than the oracle's: judged in one step, left out of twenty: it adds up.
     trajectory = step.model_copy(update={"weight_decay": 0.0})

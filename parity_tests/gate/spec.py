@@ -80,6 +80,7 @@ class CaseSpec(_Strict):
     anchor_tokens: AnchorTokens = Field(default=2, description="that open a row")
     padding: Padding = Field(default="end", description="inside: between and within documents of each row, too")
     answers: bool = Field(default=False, description="some tokens are no targets, as in conversations")
+    weights: bool = Field(default=False, description="targets weigh by their effective context")
     beyond_window: BeyondWindow = Field(
         default="nothing", description="what layers with a sliding window see beyond it"
     )
@@ -96,6 +97,8 @@ class CaseSpec(_Strict):
             raise UserError(f"documents {self.documents}: give 4 tokens for each; the row has {self.tokens}")
         if "run" in self.stages and (self.ranks > 1 or not self.anchor_tokens or self.rope in ("default", "dynamic")):
             raise UserError("stages run: takes one rank, an anchor, and a rope that stretches or is kept")
+        if self.weights and self.is_run:
+            raise UserError("weights: a run has none in the gate; leave the stage run out")
         if self.answers and (self.is_run and "+" in self.variant):
             raise UserError(f"answers: a run of {self.variant} is none of the gate's; leave the extras out")
         if self.repeats & (self.repeats - 1) or (self.repeats > 1 and self.is_run):
@@ -133,7 +136,7 @@ class CaseSpec(_Strict):
         parts += ["rotation32"] * (self.rotation == "float32") + [f"x{self.repeats}"] * (self.repeats > 1)
         parts += [f"r{self.ranks}"] * (self.ranks > 1) + [f"d{self.documents}"] * (self.documents != 5)
         parts += [f"a{self.anchor_tokens}"] * (self.anchor_tokens != 2) + ["inside"] * (self.padding == "inside")
-        parts += ["answers"] * self.answers
+        parts += ["answers"] * self.answers + ["weights"] * self.weights
         parts += ["sees_anchor"] * (self.beyond_window == "anchor") + [*["run"] * self.is_run, f"s{self.seed}"]
         return "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
 
@@ -141,7 +144,7 @@ class CaseSpec(_Strict):
     def shared(self) -> "CaseSpec":
         """The case without what the oracle does not depend on: cases that have this in common share its work."""
         names = ("variant", "rope", "rope_parameters", "dtype", "tokens", "position_offset", "documents")
-        names += ("anchor_tokens", "padding", "beyond_window", "answers", "seed")
+        names += ("anchor_tokens", "padding", "beyond_window", "answers", "weights", "seed")
         given = {name: getattr(self, name) for name in names}
         return CaseSpec(model=self.against or self.model, stages=("run",) if self.is_run else ("forward",), **given)
 

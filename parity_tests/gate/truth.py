@@ -16,12 +16,12 @@ import numpy as np
 
 from anchorline.tolerance import likely_error_of_norms
 from jaxref.layout import lay_out
-from jaxref.loss import IGNORED, batch_nll, mean_and_gradients, token_nll
+from jaxref.loss import IGNORED, batch_nll, context_weights, mean_and_gradients, token_nll, total_weight
 from jaxref.model import Decoder, to_arrays
 from jaxref.optim import step
 from jaxref.rounding import preset
 from jaxref.storage.weights import cast, from_arrays, load_hf
-from parity_tests.gate.case import CHUNKS, GateCase, RowTokens, insert_padding, tiny_config, tiny_weights
+from parity_tests.gate.case import CHUNKS, WEIGHTS, GateCase, RowTokens, insert_padding, tiny_config, tiny_weights
 from parity_tests.gate.corpus import DOMAINS, draw_corpus
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.oracle import Arrays, adamw_of, likely_errors_of_rotation, oracle_taps, preset_name, rates_of
@@ -68,7 +68,10 @@ class Oracle:
         truth, reference = (
             {k: v for stage in case.spec.stages for k, v in s.stage(stage, case).items()} for s in sides
         )
-        inputs = {"forward": ("input_ids", "position_ids", "document_ids"), "loss": ("shift_labels",)}
+        inputs = {
+            "forward": ("input_ids", "position_ids", "document_ids"),
+            "loss": ("shift_labels", *["weights"] * case.spec.weights),
+        }
         names = [name for stage in case.spec.stages for name in inputs.get(stage, ())]
         same = {f"inputs.{name}": exact.batch[name] for name in names} | (exact.of_run if case.spec.is_run else {})
         likely = dict(exact.likely)
@@ -157,7 +160,7 @@ class _RoundedOracle:
         parameter is stored, the sum taken in the carrier. `rows`: None is the case's.
         """
         rows = self._rows if rows is None else rows
-        labelled = sum(int((row["shift_labels"] != IGNORED).sum()) for row in rows)
+        labelled = sum(total_weight(row) for row in rows)
         found = [mean_and_gradients(decoder, row, self._rounding, self._block, count=labelled) for row in rows]
         _, each, nll = zip(*found, strict=True)
         wide = jnp.float64 if self._rounding.carrier == "float64" else jnp.float32
@@ -232,7 +235,13 @@ class _RoundedOracle:
         return found
 
     def _lay_out(self, rows: Iterable[RowTokens]) -> list[Arrays]:
-        return [_lay_out(row, self._case.spec.variant, self._case.spec.position_offset) for row in rows]
+        spec = self._case.spec
+        laid = [_lay_out(row, spec.variant, spec.position_offset) for row in rows]
+        if not spec.weights:
+            return laid
+        ids_BT, labels_BT = (np.concatenate([row[name] for row in laid]) for name in ("document_ids", "shift_labels"))
+        weights_BT = context_weights(ids_BT, labels_BT, WEIGHTS.tail, WEIGHTS.extra, WEIGHTS.most)
+        return [row | {"weights": own_T[None]} for row, own_T in zip(laid, weights_BT, strict=True)]
 
 
 def _norms(stage: str, norms: Sequence[tuple[float, list[float]]]) -> Arrays:

@@ -34,7 +34,7 @@ def describe(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arr
     if measure.whole <= 1 and measure.part:  # so small that every mistake of this size would explain it
         return f"{where(measure)}: {measure.part.name} errs {measure.part.ratio:.3g} times its allowance"
     explained = cause(case, measure, truth, candidate, oracle)
-    by_token = measure.group == "forward" or measure.name in ("loss.tokens", "inputs.shift_labels")
+    by_token = measure.group == "forward" or measure.name in ("loss.tokens", "inputs.shift_labels", "inputs.weights")
     by_token |= measure.name.startswith(("run.inputs.", "run.losses."))
     # An explanation that speaks of tokens says which.
     of_tokens = by_token and not (explained and "token" in explained)

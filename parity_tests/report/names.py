@@ -11,7 +11,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:\w*layers?|h|\w*blocks?)[._](\d+)(?:\.(.+))?$",
 
 def group_of(name: str) -> Group:
     """The stage that an array belongs to."""
-    if name.startswith("loss") or name == "inputs.shift_labels":
+    if name.startswith("loss") or name in ("inputs.shift_labels", "inputs.weights"):
         return "loss"
     for group in ("gradients", "step", "trajectory", "run"):
         if name.startswith(f"{group}."):

@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def batch_of(variant: str, tokens: int) -> dict[str, torch.Tensor]:
+def batch_of(variant: str, tokens: int, weighted: bool = False) -> dict[str, torch.Tensor]:
     """Four rows, unevenly labelled (the last not at all), documents of two domains by turns; int64 [4, T]."""
     rows = [packed_batch(variant, lengths, VOCABULARY, seed) for seed, lengths in enumerate(LENGTHS[tokens])]
     batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
@@ -65,6 +65,8 @@ def batch_of(variant: str, tokens: int) -> dict[str, torch.Tensor]:
     masked = torch.rand(labels.shape, generator=generator) < torch.tensor([[0.2], [0.7], [0.5], [1.1]])
     batch["shift_labels"] = labels.masked_fill(masked | (batch["document_ids"] <= 0), -100)
     batch["domain_ids"] = torch.where(batch["document_ids"] > 0, batch["document_ids"] % 2, -1)
+    if weighted:
+        batch["weights"] = 5 * torch.rand(labels.shape, generator=generator)
     return batch
 
 
@@ -111,6 +113,13 @@ def _cases() -> dict[int, list[dict[str, Any]]]:
     cases[2].append(_train_case("float32", 3, 2, model="tied"))
     cases[2].append(_train_case("float32", 1, 2, share="documents"))
     cases[2].append(_train_case("bfloat16", 3, 2, 2, share="documents"))
+    for processes, dtype, stage, shared, more in (
+        (2, "float32", 0, 1, {}),
+        (2, "float32", 0, 2, {"share": "documents"}),
+        (2, "bfloat16", 3, 2, {}),
+        (4, "float32", 2, 2, {}),
+    ):
+        cases[processes].append(_train_case(dtype, stage, shared, weights=True, **more))
     # Compiled layers, without what a compiler would round otherwise: ZeRO gathers and sends around them.
     cases[2].append(_train_case("float32", 2, 1, fused="compile"))
     cases[2].append(_train_case("bfloat16", 3, 2, fused="compile", checkpointing=True))
@@ -155,15 +164,20 @@ def folder(tmp_path_factory) -> Path:
             for name in MODELS:
                 model_of(name, "float32").save_pretrained(folder / name)
             for case in (case for found in CASES.values() for case in found):
-                torch.save(batch_of(case["variant"], case["tokens"]), folder / f"{case['variant']}-{case['tokens']}.pt")
+                torch.save(batch_of(*rows_of(case)), folder / file_of(case))
     return folder
 
 
 def located(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return case | {
-        "model": str(folder / case["model"]),
-        "batch": str(folder / f"{case['variant']}-{case['tokens']}.pt"),
-    }
+    return case | {"model": str(folder / case["model"]), "batch": str(folder / file_of(case))}
+
+
+def rows_of(case: dict[str, Any]) -> tuple[str, int, bool]:
+    return case["variant"], case["tokens"], case.get("weights", False)
+
+
+def file_of(case: dict[str, Any]) -> str:
+    return "-".join(map(str, rows_of(case))) + ".pt"
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +207,9 @@ def alone(folder):
 
     def arrays(case: dict[str, Any]) -> dict[str, np.ndarray]:
         traits = ("model", "dtype", "variant", "tokens")
-        key = "-".join(str(case[trait]) for trait in traits) + str("logits" in case)
+        key = "-".join(str(case[trait]) for trait in traits) + str("logits" in case) + file_of(case)
         if key not in known:
-            plain = {k: v for k, v in case.items() if k in (*traits, "logits", "train")}
+            plain = {k: v for k, v in case.items() if k in (*traits, "weights", "logits", "train")}
             micro_batch = 1 if "logits" in case else ROWS
             plain |= {"settings": SETTINGS | {"micro_batch": micro_batch}}
             known[key] = worker.run(located(plain, folder), 0, 1)
@@ -237,16 +251,17 @@ def test_longrope_takes_other_factors_for_short_rows(alone):
 
 
 @cache
-def oracle(model: str, dtype: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def oracle(model: str, dtype: str, weighted: bool = False) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(truth, reference) of a step: loss, gradients, norm and first moments, by the worker's names.
 
     The moments are those of the oracle's AdamW with clipping, from its own gradients.
     """
-    candidate, batch = model_of(model, dtype), batch_of("anchor", 31)
+    candidate, batch = model_of(model, dtype), batch_of("anchor", 31, weighted)
     arrays = {name: x.numpy() for name, x in batch.items()}
     found = []
     for rounding, carrier in (("exact", jnp.float64), (preset_name("sdpa", getattr(torch, dtype)), jnp.float32)):
-        loss, gradients, _ = mean_and_gradients(oracle_of(candidate), arrays, preset(rounding))
+        _, gradients, nll = mean_and_gradients(oracle_of(candidate), arrays, preset(rounding))
+        loss = nll.sum() / (arrays["shift_labels"] != -100).sum()  # which no weight changes
         gradients = {name: jnp.asarray(x, carrier) for name, x in gradients.items()}
         weights = {n: jnp.asarray(p.detach().float().numpy(), carrier) for n, p in candidate.named_parameters()}
         found.append(_step_of(loss, gradients, weights))
@@ -268,8 +283,8 @@ def first_moment(state: Any) -> dict[str, Any]:
     return next((found for part in state if isinstance(part, tuple) and (found := first_moment(part))), {})
 
 
-def verdicts(arrays: dict[str, np.ndarray], model: str, dtype: str) -> dict[str, Verdict]:
-    truth, reference = oracle(model, dtype)
+def verdicts(arrays: dict[str, np.ndarray], model: str, dtype: str, weighted: bool = False) -> dict[str, Verdict]:
+    truth, reference = oracle(model, dtype, weighted)
     total, tokens = arrays["loss"]
     judged = {"loss": np.asarray([total / tokens]), "norm": np.asarray([float(arrays["norm"])])}
     judged |= {name: x for name, x in arrays.items() if name.startswith(("gradient.", "moment."))}
@@ -281,7 +296,7 @@ def verdicts(arrays: dict[str, np.ndarray], model: str, dtype: str) -> dict[str,
 def test_loss_gradient_norm_and_clipping_are_the_same_however_a_step_is_spread(spread, processes, name):
     case = case_of(processes, name)
     arrays = spread(processes, name)
-    found = verdicts(arrays, case["model"], case["dtype"])
+    found = verdicts(arrays, case["model"], case["dtype"], case.get("weights", False))
     assert not {what: str(verdict) for what, verdict in found.items() if not verdict.passed}
     assert float(arrays["norm"]) > SETTINGS["clip_norm"], "the test is about a gradient that is clipped"
 

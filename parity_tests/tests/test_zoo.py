@@ -18,6 +18,7 @@ FORWARD = CaseSpec(model="llama", variant="anchor", dtype="float32", stages=("fo
 TRAINING = FORWARD.model_copy(update={"stages": ("loss", "gradients", "step")})
 # Under a schedule, by two ranks: what a single rank at a constant rate cannot show.
 SHARED = TRAINING.model_copy(update={"schedule": "cosine", "warmup_steps": 5, "ranks": 2})
+WEIGHED = SHARED.model_copy(update={"weights": True, "stages": ("loss", "gradients")})
 INSIDE = FORWARD.model_copy(update={"padding": "inside"})
 RUN = FORWARD.model_copy(update={"stages": ("run",), "infinite_step": 2})
 SINKS = FORWARD.model_copy(update={"model": "sinks"})
@@ -32,6 +33,7 @@ QUICK = (
     *("window_off_by_one", "anchor_behind_window", "cap_after_mask", "sink_of_group"),
     *("padding_splits_a_document", "orders_of_one_epoch", "cut_repeats_a_token", "moments_lost_on_resuming"),
     *("infinite_gradient_zeroed", "infinite_gradient_kept", "labels_of_first_row"),
+    *("weight_of_the_neighbour", "weights_divided_by_tokens", "weights_lost_in_accumulation", "weights_summed_by_rank"),
 )
 
 
@@ -59,7 +61,7 @@ def test_every_bug_says_what_it_is_and_where_it_happened():
 @pytest.mark.parametrize("name", QUICK)
 def test_a_bug_is_caught(name, tries):
     bug = BUGS[name]
-    kill = tries.try_bug(bug, order(bug, [FORWARD, TRAINING, SHARED, INSIDE, RUN, SINKS, CAPPED]))
+    kill = tries.try_bug(bug, order(bug, [FORWARD, TRAINING, SHARED, WEIGHED, INSIDE, RUN, SINKS, CAPPED]))
     assert kill.caught
     assert kill.reversible
 

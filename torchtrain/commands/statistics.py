@@ -15,7 +15,7 @@ from torchtrain import data
 from torchtrain.config import Preparation
 from torchtrain.data import TokenStore
 from torchtrain.data.prepare import Submitted
-from torchtrain.data.statistics import ROW_LENGTHS, StoreStatistics, count_store
+from torchtrain.data.statistics import ROW_LENGTHS, RowStatistics, StoreStatistics, count_store
 from torchtrain.data.store import HEADER
 from torchtrain.modeling.source import open_tokenizer, resolve_source
 from torchtrain.run.report import make_progress_printer
@@ -40,7 +40,9 @@ def print_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = ()) -
     except OSError as error:
         raise UserError(f"--out {quoted(out)} cannot be written: {disk_fault(error)}; choose another folder") from None
     console = Console()
-    (console if console.is_terminal else Console(width=_WIDE)).print(make_table(statistics))
+    wide = console if console.is_terminal else Console(width=_WIDE)
+    wide.print(make_table(statistics))
+    wide.print(make_context_table(statistics.rows))
 
 
 def make_table(statistics: StoreStatistics) -> Table:
@@ -64,6 +66,31 @@ def make_table(statistics: StoreStatistics) -> Table:
     table.add_section()
     cells = [cell.format(statistics.all) for cell in _CELLS]
     table.add_row("all, and r", *cells, *(f"{row.live_pair_ratio:.4f}" for row in statistics.rows))
+    return table
+
+
+def make_context_table(rows: Sequence[RowStatistics]) -> Table:
+    """Return a row for each effective context, with its share of the targets and of their weight in rows of each
+    length.
+    """
+    table = Table(
+        title="How many tokens predictions see, where documents are apart",
+        caption="Shares of targets → of their weight, by the default of train.loss_weight with a tail from about a "
+        "quarter of a row on.",
+    )
+    table.add_column("tokens seen", justify="right")
+    for row in rows:
+        table.add_column(f"{row.sequence_length:,}", justify="right")
+    known = [{one.start: one for one in row.contexts} for row in rows]
+    sums = [(sum(x.targets for x in row.contexts), sum(x.targets * x.weight for x in row.contexts)) for row in rows]
+    for start in sorted({start for of_row in known for start in of_row}):
+        cells = [
+            f"{one.targets / targets:.2%} → {one.targets * one.weight / weight:.2%}"
+            if (one := of_row.get(start))
+            else ""
+            for of_row, (targets, weight) in zip(known, sums, strict=True)
+        ]
+        table.add_row(f"{start:,} to {2 * start - 1:,}", *cells)
     return table
 
 

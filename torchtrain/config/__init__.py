@@ -13,7 +13,7 @@ from torchtrain.config.preparation import Preparation, PrepareConfig, SlurmConfi
 from torchtrain.config.rope import PAPER_ROPE_THETA, ROPE_PARAMETERS, RopeConfig
 from torchtrain.config.run import EvaluationConfig, HeldOutConfig, LogConfig, RunConfig, SaveConfig
 from torchtrain.config.section import MOST_TOKENS, Count, Name, PathText, PositiveShare, Real, Section, SmallCount
-from torchtrain.config.train import TrainConfig
+from torchtrain.config.train import LossWeightConfig, TrainConfig
 
 __all__ = [
     "BASE_VARIANTS",
@@ -33,6 +33,7 @@ __all__ = [
     "HeldOutConfig",
     "LogConfig",
     "LoraSettings",
+    "LossWeightConfig",
     "MixtureConfig",
     "ModelConfig",
     "Name",

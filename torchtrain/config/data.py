@@ -37,11 +37,12 @@ class Source(Section):
     revision: Name | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
     streaming: bool = Field(default=False, description="read the dataset without downloading it first")
     text_field: Name = Field(default="text", description="field of each record that holds its text")
-    records: Literal["text", "messages", "completion", "tokens"] = Field(
+    records: Literal["text", "messages", "completion", "tokens", "weights"] = Field(
         default="text",
         description="what a record holds. text: a text, in which every token is a target. messages: a "
         "conversation, in which the assistant's words are targets. completion: prompt and "
-        "completion. tokens: input_ids with labels, completion_mask or assistant_masks",
+        "completion. tokens: input_ids with labels, completion_mask or assistant_masks. "
+        "weights: input_ids with weights, what the loss of each token counts; 0 is no target",
     )
     domain: Name | None = Field(default=None, description="one domain for the whole source; default: its own name")
     domain_field: Name | None = Field(
@@ -149,6 +150,11 @@ class DataConfig(Section):
     def has_answers(self) -> bool:
         """Whether some documents have targets of their own: then no document is cut."""
         return any(source.records != "text" for source in self.sources)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether some documents have weights of their own."""
+        return any(source.records == "weights" for source in self.sources)
 
     @model_validator(mode="after")
     def _has_documents(self) -> Self:

@@ -66,6 +66,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_row_reaches_the_tail(self) -> Self:
+        settings, length = self.train.loss_weight, self.pack.sequence_length
+        if settings is not None and settings.tail > length:
+            raise ValueError(
+                f"train.loss_weight.tail {settings.tail}: a row of pack.sequence_length {length} has no target that "
+                "sees so many tokens; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _compiled_layers_are_whole(self) -> Self:
         if self.model.fused == "compile" and self.not_compiled:
             raise ValueError(f"model.fused compile: does not go with {self.not_compiled}, or model.fused to none")

@@ -8,6 +8,34 @@ from anchorline.errors import UserError
 from torchtrain.config.section import Beta, Count, CountOrZero, Real, Section, Share, SmallCount
 
 
+class LossWeightConfig(Section):
+    """Weights of targets by effective context: the tokens that a prediction sees, the anchor's and its own included.
+
+    A target weighs 1, and in the tail more. Source: EXACT, arXiv 2605.10544.
+    """
+
+    tail: Count = Field(description="effective context, in tokens, from which targets weigh more")
+    extra: Annotated[float, Field(ge=-1, le=1e6)] = Field(
+        default=1.0, description="mean weight that a target of the tail has beyond 1; with even from -1 on"
+    )
+    share: Literal["inverse_frequency", "even"] = Field(
+        default="inverse_frequency",
+        description="how targets of the tail share it. inverse_frequency: each bucket, twice as far as the one before, "
+        "gets as much. even: each target gets as much",
+    )
+    most: Real = Field(default=10.0, description="most weight beyond 1 that inverse_frequency gives")
+    sample_rows: Count = Field(default=256, description="first training rows, in which frequencies are counted")
+    shuffle: bool = Field(
+        default=False, description="give the weights of a row to its targets at random, as a control experiment"
+    )
+
+    @model_validator(mode="after")
+    def _is_a_weight(self) -> Self:
+        if self.share == "inverse_frequency" and self.extra <= 0:
+            raise ValueError(f"extra {self.extra:g}: inverse_frequency shares out more than 0; or set share to even")
+        return self
+
+
 class TrainConfig(Section):
     """The optimizer and its steps; by default the paper's AdamW."""
 
@@ -41,6 +69,9 @@ class TrainConfig(Section):
         default=None,
         description="tokens whose logits exist at one time; null: 1,024 on a CPU, on a GPU as many as take "
         "half a GiB in float32",
+    )
+    loss_weight: LossWeightConfig | None = Field(
+        default=None, description="weights of targets by effective context; null: all weigh 1"
     )
     deterministic: bool = Field(
         default=False,

@@ -1,8 +1,8 @@
 """From a record that says which of its tokens are answers to token ids, and a mask of those that are targets.
 
-Three kinds of record: `messages` of a conversation; `prompt` and `completion`, texts or messages; token ids as
-`input_ids` with `labels`, `completion_mask` or `assistant_masks`. Only answers are targets: what the assistant says,
-the completion, what the labels or the mask name.
+Four kinds of record: `messages` of a conversation; `prompt` and `completion`, texts or messages; token ids as
+`input_ids` with `labels`, `completion_mask` or `assistant_masks`; token ids with `weights` of each token's loss. Only
+answers are targets: what the assistant says, the completion, what the labels or the mask name, what weighs more than 0.
 """
 
 import re
@@ -19,8 +19,9 @@ from torchtrain.marks import IGNORED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Kind = Literal["messages", "completion", "tokens"]
+Kind = Literal["messages", "completion", "tokens", "weights"]
 _MASKS = ("labels", "completion_mask", "assistant_masks")
+_MOST_WEIGHT = 1e6
 _ASSISTANT = "assistant"
 # How transformers finds out whether a template marks the answers.
 _MARKS_ANSWERS = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
@@ -29,7 +30,7 @@ _PROMPTED_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")
 
 
 class Answered(NamedTuple):
-    """Token ids, int32 [n], and which of them are targets, bool [n]."""
+    """Token ids, int32 [n], and which of them are targets, bool [n]; or what each target's loss counts, float32 [n]."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -41,7 +42,9 @@ def kind_of(record: Mapping[str, Any]) -> Kind | None:
         return "messages"
     if "prompt" in record and "completion" in record:
         return "completion"
-    return "tokens" if "input_ids" in record and any(name in record for name in _MASKS) else None
+    if "input_ids" not in record or not any(name in record for name in (*_MASKS, "weights")):
+        return None
+    return "weights" if "weights" in record else "tokens"
 
 
 class AnswerEncoder:
@@ -83,15 +86,35 @@ class AnswerEncoder:
             raise BadItemError("no token is a target (the first token of a document never is)")
         return answered
 
-    def _tokens(self, record: Mapping[str, Any]) -> Answered:
+    def _ids(self, record: Mapping[str, Any]) -> np.ndarray:
         ids = _integers(record, "input_ids")
-        names = [name for name in _MASKS if name in record]
-        if len(names) != 1:
-            raise BadItemError(f"has {', '.join(names) or 'no mask'}; give one of {', '.join(_MASKS)}")
         if ids.min() < 0 or ids.max() >= len(self._tokenizer):
             raise BadItemError(
                 f"the token ids go from {ids.min()} to {ids.max()}; give those of 0..{len(self._tokenizer) - 1}"
             )
+        return ids.astype(np.int32)
+
+    def _weights(self, record: Mapping[str, Any]) -> Answered:
+        ids = self._ids(record)
+        if names := [name for name in _MASKS if name in record]:
+            raise BadItemError(f"has weights and {names[0]}; give weights alone, 0 where a token is no target")
+        try:
+            weights = np.asarray(record["weights"])
+        except ValueError:
+            weights = np.zeros(0)
+        if weights.shape != ids.shape or weights.dtype.kind not in "iuf":
+            raise BadItemError(f"weights: is no list of {len(ids)} numbers; give one for each of input_ids")
+        if (wrong := np.flatnonzero(~((weights >= 0) & (weights <= _MOST_WEIGHT)))).size:
+            raise BadItemError(
+                f"weights[{wrong[0]}] is {weights[wrong[0]]:g}; a weight goes from 0 to {_MOST_WEIGHT:g}"
+            )
+        return Answered(ids, weights.astype(np.float32))
+
+    def _tokens(self, record: Mapping[str, Any]) -> Answered:
+        ids = self._ids(record)
+        names = [name for name in _MASKS if name in record]
+        if len(names) != 1:
+            raise BadItemError(f"has {', '.join(names) or 'no mask'}; give one of {', '.join(_MASKS)}")
         mask = _integers(record, names[0])
         if len(mask) != len(ids):
             raise BadItemError(f"{names[0]} has {len(mask)} entries and input_ids {len(ids)}; give one for each token")
@@ -106,7 +129,7 @@ class AnswerEncoder:
             raise BadItemError(f"{names[0]} holds {mask[~np.isin(mask, (0, 1))][0]}; a mask is 0 or 1")
         else:
             targets = mask == 1
-        return Answered(ids.astype(np.int32), targets)
+        return Answered(ids, targets)
 
     def _completion(self, record: Mapping[str, Any]) -> Answered:
         prompt, completion = record.get("prompt"), record.get("completion")

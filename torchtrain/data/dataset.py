@@ -20,7 +20,8 @@ from torchtrain.data.encode import list_special_tokens, special_id
 from torchtrain.data.packing import PackPlan
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.data.store import Documents
-from torchtrain.data.streams import HELD_OUT, INTERLEAVE, random_stream
+from torchtrain.data.streams import HELD_OUT, INTERLEAVE, WEIGHTS, random_stream
+from torchtrain.data.weights import LossWeights
 
 if TYPE_CHECKING:
     import datasets
@@ -133,6 +134,7 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
                 f"{tag_lengths.max()} tokens leave no room for a document; make rows longer"
             )
         self.too_long = 0  # documents with answers that no row holds
+        self.loss_weights: LossWeights | None = None  # set to give rows `weights`
         self._skipped = np.zeros(len(store), dtype=np.int64)  # tokens at a document's start that the anchor stands for
         self.lengths = store.lengths
         if store.targets is not None:
@@ -235,7 +237,10 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
     def _row(self, epoch: int, row: int) -> dict[str, np.ndarray]:
         # A generator costs a tenth of a short row.
         random = random_stream(self.seed, INTERLEAVE, epoch, row) if self.pack.interleave else None
-        return build_row(self.spans(row, epoch), self.pack, self.anchor_ids, self.pad_id, random)
+        built = build_row(self.spans(row, epoch), self.pack, self.anchor_ids, self.pad_id, random)
+        if self.loss_weights is None:
+            return built
+        return self.loss_weights.weigh(built, random_stream(self.seed, WEIGHTS, epoch, row))
 
     def spans(self, row: int, epoch: int = 0) -> list[SpanTokens]:
         """Return what a row of an epoch holds behind its anchor, in storage order."""
@@ -250,7 +255,7 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
 
 
 def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-    """Stack rows of B arrays [T] into LongTensors [B, T] by the same names."""
+    """Stack rows of B arrays [T] into tensors [B, T] by the same names: int64, and `weights` float32."""
     return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
 
 

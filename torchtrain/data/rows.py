@@ -20,7 +20,8 @@ AUTHORS_SHORTEST, AUTHORS_LONGEST, _AUTHORS_APART = 64, 2048, 12
 class SpanTokens(NamedTuple):
     """A span with its tokens: int [span] of any width, the index of its domain, and its tag ([] without).
 
-    `targets`, bool [span], says which of the tokens may be predicted; None: all.
+    `targets`, bool [span], says which of the tokens may be predicted; None: all. Or float32: what the loss of each
+    counts, 0 where it may not be predicted.
     """
 
     tokens: np.ndarray
@@ -36,7 +37,8 @@ def build_row(
     pad_id: int,
     random: np.random.Generator | None,
 ) -> dict[str, np.ndarray]:
-    """Return `input_ids`, `position_ids`, `document_ids`, `shift_labels`, `domain_ids` of one row, each int64 [T].
+    """Return `input_ids`, `position_ids`, `document_ids`, `shift_labels`, `domain_ids` of one row, each int64 [T]; and
+    `weights`, float32 [T], of the loss of what each token predicts, where targets have weights.
 
     What a token sees follows from `document_ids` alone, by `torchtrain.attention.rule`.
 
@@ -71,6 +73,8 @@ def build_row(
     document_ids_T[:end] = ANCHOR if base.has_anchor else 1
     domain_ids_T[:end] = spans[0].domain if pack.cross_document_targets else -1
     shift_labels_T[:end] = IGNORED
+    has_weights = any(targets is not None and targets.dtype == np.float32 for *_, targets in spans)
+    weights_T = np.ones(T, dtype=np.float32) if has_weights else None
     for number, (tokens, domain, tag, targets) in enumerate(spans, start=1):
         start, text, end = end, end + len(tag), end + len(tag) + len(tokens)
         assert end <= T, "the spans do not fit the row"
@@ -82,7 +86,9 @@ def build_row(
         shift_labels_T[text : end - 1] = input_ids_T[text + 1 : end]
         shift_labels_T[end - 1] = IGNORED
         if targets is not None:
-            shift_labels_T[text : end - 1][~targets[1:]] = IGNORED
+            shift_labels_T[text : end - 1][targets[1:] == 0] = IGNORED
+            if weights_T is not None:
+                weights_T[text : end - 1] = targets[1:]
     input_ids_T[end:], document_ids_T[end:], domain_ids_T[end:], shift_labels_T[end:] = pad_id, PADDING, -1, IGNORED
     if pack.cross_document_targets:
         _predict_across(shift_labels_T, input_ids_T, spans, len(anchor_ids))
@@ -94,6 +100,8 @@ def build_row(
         "shift_labels": shift_labels_T,
         "domain_ids": domain_ids_T,
     }
+    if weights_T is not None:
+        row["weights"] = weights_T
     if base.restarts:
         row["position_ids"] = _restart_positions(row["document_ids"])
     elif pack.interleave:

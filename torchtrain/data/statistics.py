@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtrain.config import MixtureConfig
+from torchtrain.config import LossWeightConfig, MixtureConfig
 from torchtrain.data.mixture import count_classes
 from torchtrain.data.packing import PackPlan
 from torchtrain.data.store import TokenStore
+from torchtrain.data.weights import weigh_buckets
 
 ROW_LENGTHS = (8_192, 16_384, 32_768, 65_536, 131_072)
 
@@ -33,6 +34,15 @@ class DomainStatistics:
 
 
 @dataclass(frozen=True)
+class ContextStatistics:
+    """Targets whose predictions see from `start` tokens to twice as many, and what each counts."""
+
+    start: int
+    targets: int
+    weight: float
+
+
+@dataclass(frozen=True)
 class RowStatistics:
     """Rows of one length: how many, the sequences that each domain has in them, and what attention is left."""
 
@@ -41,6 +51,8 @@ class RowStatistics:
     sequences: dict[str, int]  # by domain: pieces of its documents
     mixture_ratio: dict[str, float]
     live_pair_ratio: float  # r = sum over sequences of length^2 / T^2, in the mean of rows
+    tail: int  # of the weights of `contexts`: the largest power of two in a quarter of a row
+    contexts: list[ContextStatistics]  # of documents apart from one another
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,13 @@ def count_rows(
     plan = PackPlan(lengths, sequence_length, np.zeros_like(lengths), seed)
     documents, tokens = plan.pieces
     sequences = np.bincount(domains[documents], minlength=len(names))
+    tail = 1 << max(0, (sequence_length // 4).bit_length() - 1)
+    starts = [1 << power for power in range(sequence_length.bit_length())]
+    # A piece of n tokens has n - 1 targets, which see 1 to n - 1 tokens.
+    targets = np.array([np.clip(tokens - start, 0, start).sum() for start in starts])
+    far = starts.index(tail)
+    weights_K = weigh_buckets(np.array([targets[:far].sum(), *targets[far:]]), LossWeightConfig(tail=tail))
+    weights = [1.0] * far + weights_K[1:].tolist()
     squares = int(tokens @ tokens)  # below 2^63 up to 10^11 tokens in rows of 2^24
     return RowStatistics(
         sequence_length=sequence_length,
@@ -109,6 +128,8 @@ def count_rows(
         sequences=dict(zip(names, sequences.tolist(), strict=True)),
         mixture_ratio=dict(zip(names, (sequences / max(1, len(tokens))).tolist(), strict=True)),
         live_pair_ratio=squares / max(1, len(plan) * sequence_length**2),
+        tail=tail,
+        contexts=[ContextStatistics(*one) for one in zip(starts, targets.tolist(), weights, strict=True) if one[1]],
     )
 
 

@@ -2,7 +2,7 @@
 
 `tokens-00000.bin` and so on: documents one after another, uint16 where the vocabulary allows it and else int32. No
 document is in two of them. `targets-00000.bin` and so on: a byte for each token, 1 where it is a target, in a corpus
-of which some documents have answers.
+of which some documents have answers; or float32, what each target's loss counts, where some have weights.
 `offsets.npy` int64 [documents + 1] · `domains.npy` int32 [documents] · `hashes.npy` uint64 [documents], of each
 document's tokens · `repeats.npy` uint16 [documents], how often each is taken, under `data.mixture` and
 `data.remove_duplicates` · `bad_records.txt` a line each
@@ -89,10 +89,16 @@ class StoreHeader(BaseModel):
     token_bytes: Annotated[int, Field(ge=2, le=4, multiple_of=2)]
     shards: list[ShardSize]
     has_targets: bool = False  # a file of targets beside each shard's tokens
+    has_weights: bool = False  # it holds their weights
     tokenizer: str | None = None  # its identity; None in a run's cache, where the fingerprint holds it
     made_of: dict[str, Any] | None = None  # what the tokens depend on, as JSON; None as above
     mixture: dict[str, Any] | None = None  # the settings by which `repeats.npy` was made
     duplicates_removed: bool = False  # `repeats.npy` is 0 for them
+
+    @property
+    def target_type(self) -> type[np.generic]:
+        """Of an entry of a file of targets."""
+        return np.float32 if self.has_weights else np.bool_
 
     def dump(self) -> bytes:
         """Return it as JSON that ends with a digest of itself."""
@@ -125,7 +131,7 @@ class Documents:
     sizes: Sequence[ShardSize]
     hashes: np.ndarray | None = None  # uint64 [documents]; None: computed when asked for
     repeats: np.ndarray | None = None  # uint16 [documents], how often each is taken; None: once
-    targets: Sequence[np.ndarray] | None = None  # bool [tokens of the shard]; None: every token is a target
+    targets: Sequence[np.ndarray] | None = None  # bool or float32 weights [tokens of the shard]; None: all are targets
 
     @classmethod
     def of(
@@ -203,7 +209,7 @@ class Documents:
         return self._part_of(self.shards, index, start, stop)
 
     def targets_of(self, index: int, start: int, stop: int) -> np.ndarray | None:
-        """Return which tokens start..stop (excluded) of one document are targets, bool; None: all."""
+        """Return which tokens start..stop (excluded) of one document are targets, bool or float32; None: all."""
         return None if self.targets is None else self._part_of(self.targets, index, start, stop)
 
     def _part_of(self, shards: Sequence[np.ndarray], index: int, start: int, stop: int) -> np.ndarray:
@@ -256,7 +262,7 @@ class TokenStore(Documents):
             sizes=header.shards,
             hashes=arrays[HASHES],
             repeats=arrays.get(REPEATS),
-            targets=_Maps([folder / targets_name(of.file) for of in header.shards], np.bool_)
+            targets=_Maps([folder / targets_name(of.file) for of in header.shards], header.target_type)
             if header.has_targets
             else None,
             folder=folder,
@@ -298,7 +304,8 @@ def _check_header(folder: Path, header: StoreHeader) -> None:
     names = [shard.file for shard in header.shards]
     counted = {shard.file: shard.tokens * header.token_bytes for shard in header.shards}
     if header.has_targets:
-        counted |= {targets_name(shard.file): shard.tokens for shard in header.shards}
+        size = np.dtype(header.target_type).itemsize
+        counted |= {targets_name(shard.file): shard.tokens * size for shard in header.shards}
     chosen = {REPEATS} if header.mixture is not None or header.duplicates_removed else set()
     wanted = {OFFSETS, DOMAINS, HASHES, BAD_RECORDS, *counted, *chosen}
     if stray := wanted.symmetric_difference(header.files.keys()):

@@ -3,7 +3,7 @@
 import numpy as np
 
 # What a stream is for: the head of its spawn key, so that no two purposes share one.
-SHUFFLE, INTERLEAVE, HELD_OUT, SAMPLE_FILES, SAMPLE, MIX, ROWS, TAIL = range(8)
+SHUFFLE, INTERLEAVE, HELD_OUT, SAMPLE_FILES, SAMPLE, MIX, ROWS, TAIL, WEIGHTS = range(9)
 
 
 def random_stream(seed: int, *key: int) -> np.random.Generator:

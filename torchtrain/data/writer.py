@@ -82,13 +82,13 @@ class Tokeniser:
         eos = special_id(tokenizer, "eos") if data.append_eos else None
         self._eos = np.array([] if eos is None else [eos], dtype=np.int32)
         self._answers = AnswerEncoder(tokenizer, data.special_tokens, data.append_eos, read_template(data))
-        self._has_targets = data.has_answers
+        self._has = data.has_answers, data.has_weights
         largest = max(tokenizer.get_vocab().values(), default=0)
         self._token_bytes = 2 if largest < 1 << 16 else 4
 
     def writer(self, folder: Path) -> "StoreWriter":
         """Return a writer whose tokens have the bytes that this vocabulary needs."""
-        return StoreWriter(folder, self._token_bytes, self._has_targets)
+        return StoreWriter(folder, self._token_bytes, *self._has)
 
     def add(
         self,
@@ -159,10 +159,14 @@ class StoreWriter:
     folder: it exists and is empty.
     token_bytes: 2 if every token is below 65,536, else 4.
     has_targets: keep which tokens are targets.
+    has_weights: keep what each target's loss counts, too.
     """
 
-    def __init__(self, folder: Path, token_bytes: int = 4, has_targets: bool = False) -> None:
+    def __init__(
+        self, folder: Path, token_bytes: int = 4, has_targets: bool = False, has_weights: bool = False
+    ) -> None:
         self.folder, self._type = folder, TOKEN_TYPES[token_bytes]
+        self._target_type = np.float32 if has_weights else np.bool_
         self.offsets = array("q", [0])
         self.document_domains = array("i")
         self.hashes = array("Q")
@@ -194,7 +198,7 @@ class StoreWriter:
         return self.offsets[-1]
 
     def add(self, domain: str, ids: Sequence[int] | np.ndarray, targets: np.ndarray | None = None) -> None:
-        """Append one document. `targets`: bool [tokens]; None: all."""
+        """Append one document. `targets`: bool, or float32 weights, [tokens]; None: all."""
         tokens = np.asarray(ids, dtype=np.int32)
         largest = int(tokens.max())
         assert largest <= np.iinfo(self._type).max, "a token that the store's type does not hold"
@@ -202,7 +206,8 @@ class StoreWriter:
         # Not `tofile`, which loses the failure of its last write.
         self._tokens.write(tokens.astype(self._type, copy=False).tobytes())
         if self._targets is not None:
-            self._targets.write((np.ones(len(tokens), dtype=bool) if targets is None else targets).tobytes())
+            targets = np.ones(len(tokens)) if targets is None else targets
+            self._targets.write(targets.astype(self._target_type).tobytes())
         self.hashes.append(hash_tokens(tokens))
         self.offsets.append(self.offsets[-1] + len(tokens))
         self.document_domains.append(self.domain_ids.setdefault(domain, len(self.domain_ids)))
@@ -254,6 +259,7 @@ class StoreWriter:
             sources=sources,
             files=files,
             has_targets=self._targets is not None,
+            has_weights=self._target_type is np.float32,
             token_bytes=np.dtype(self._type).itemsize,
             shards=[ShardSize(_shard_name(0), self.documents, self.tokens)],
         )
@@ -302,6 +308,7 @@ def join_shards(
         files=files,
         token_bytes=shards[0].header.token_bytes,
         has_targets=shards[0].header.has_targets,
+        has_weights=shards[0].header.has_weights,
         shards=[ShardSize(_shard_name(n), len(shard), shard.token_count) for n, shard in enumerate(held)],
         **header_fields,
     )

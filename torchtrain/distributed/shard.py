@@ -20,6 +20,7 @@ from torchtrain.marks import ANCHOR, IGNORED, PADDING
 
 # Padding of a row: in no document, without a label.
 _FILL = {"input_ids": 0, "position_ids": 0, "document_ids": PADDING, "shift_labels": IGNORED, "domain_ids": -1}
+_FILL |= {"weights": 0, "contexts": 0}
 
 ROOM = 1 / 16  # by which a rank's tokens and work may exceed an even share where ranks take whole documents
 _MATRICES = 32_768  # a token's matrix products take about as long as causal attention to this many tokens

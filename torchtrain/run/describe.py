@@ -55,11 +55,13 @@ def describe_setup(config: Config, setup: "Setup", world: World, log: Callable[[
     plan = rows.plan(0)
     log(f"data      {len(store.domains)} domains, {plan.tokens:,} training tokens in {len(rows):,} rows")
     log(f"packing   {config.pack.strategy}: {plan.cuts:,} cuts, {plan.padding_tokens:,} tokens of padding")
+    if rows.loss_weights is not None:
+        log(f"weights   by effective context: {rows.loss_weights}")
     if store.targets is not None:
-        answers = sum(int(shard.sum()) for shard in store.targets)
+        answers = sum(np.count_nonzero(shard) for shard in store.targets)
         log(f"answers   {answers:,} of the corpus's {store.token_count:,} tokens are targets")
         ends = [*list_special_tokens(setup.source.tokenizer).values()]
-        if not any(np.isin(ids[of], ends).any() for ids, of in zip(store.shards, store.targets, strict=True)):
+        if not any(np.isin(ids[of > 0], ends).any() for ids, of in zip(store.shards, store.targets, strict=True)):
             log("warning   no special token is a target, so the model learns no end of an answer (docs/fine-tuning.md)")
     if missing := _left_out(store, plan.dropped_tokens, rows.too_long):
         log(f"left out  {missing}")

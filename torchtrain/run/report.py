@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SECONDS_BETWEEN_LINES = 5.0
+_LEAST_CONTEXT = 256  # that has a line of its own; `metrics.jsonl` has shorter ones, too
 _SECONDS_WITHOUT_A_LINE = 30.0  # in which a log says nothing while a step runs
 _NOT_IN_NAMES = re.compile(r"[^\w. :-]")  # of MLflow's metrics; a domain may have any character
 
@@ -147,6 +148,9 @@ def final_table(before: HeldOut, after: HeldOut, tokens_seen: int, tokens_per_se
     table.add_section()
     _add(table, "all", before.overall, after.overall)
     _add(table, f"positions beyond {before.own_positions:,}", before.new_positions, after.new_positions)
+    for start, mean in before.by_context.items():
+        if start >= _LEAST_CONTEXT:
+            _add(table, f"context {start:,} to {2 * start - 1:,}", mean, after.by_context[start])
     return table
 
 

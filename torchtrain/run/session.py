@@ -71,7 +71,9 @@ class Session:
         self.guard = self._guard(progress)
         self.before = HeldOut(self.setup.store.domains, self.setup.source.own_positions)
         self.before.blocks = progress.before_blocks
-        for mean, (total, tokens) in zip(self.before.means(), progress.before, strict=True):
+        for mean, (total, tokens) in zip(
+            self.before.means(), progress.before, strict=False
+        ):  # an earlier one lacks the last
             mean.total, mean.tokens = total, tokens
 
     def note(self, step: int, tokens_seen: int) -> None:

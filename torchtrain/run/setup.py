@@ -41,6 +41,7 @@ from torchtrain.data import (
 from torchtrain.data import identity as data_identity
 from torchtrain.data.rows import build_row
 from torchtrain.data.streams import INTERLEAVE, random_stream
+from torchtrain.data.weights import LossWeights
 from torchtrain.distributed.cut import Cutter
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.threads import share_cores
@@ -283,6 +284,9 @@ def pack_rows(
             f"data.sources: no row has a token to train on: each of the {len(train):,} training documents is too short "
             "to have a next token; give longer documents"
         )
+    if (settings := config.train.loss_weight) is not None:
+        sample = range(min(settings.sample_rows, len(rows)))
+        rows.loss_weights = LossWeights.measure(settings, (rows[i] for i in sample))
     if not len(held) and config.data.held_out_share:
         copies = f" ({store.copies} are copies of others)" if store.copies else ""
         raise UserError(

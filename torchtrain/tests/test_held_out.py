@@ -52,7 +52,7 @@ def test_blocks_hold_the_same_tokens_however_rows_are_spread(monkeypatch, size, 
     monkeypatch.setattr(held_out, "BLOCK", 16)
     texts = ["ab " * n for n in (3, 9, 14, 8, 9, 5, 12, 11, 7, 10, 9, 13, 6, 9)]
     packed = torchtrain.pack(texts, tiny_tokenizer(), 96)
-    rows = [{**packed[i], "input_ids": np.arange(96) * (i + 1)} for i in range(len(packed))]
+    rows = [{**row, "input_ids": np.arange(96) * (i + 1), "contexts": np.arange(96)} for i, row in enumerate(packed)]
 
     def blocks(world: World, micro_batch: int) -> list[torch.Tensor]:
         found = []

@@ -45,19 +45,25 @@ def masked_rows(draw):
 
 
 @settings(deadline=None, max_examples=60)
-@given(masked_rows(), st.sampled_from([AS_THEY_ARE, LogitRule(cap=0.5), LogitRule(3.0, 2.0, 0.5)]))
-def test_equals_the_naive_twin_in_value_and_gradients(drawn, rule):
+@given(masked_rows(), st.sampled_from([AS_THEY_ARE, LogitRule(cap=0.5), LogitRule(3.0, 2.0, 0.5)]), st.booleans())
+def test_equals_the_naive_twin_in_value_and_gradients(drawn, rule, weighted):
     B, T, masked, chunk = drawn
     head, hidden, labels = case(B, T, masked)
-    total, each = chunked_cross_entropy(head, hidden, find_labels(labels), chunk, rule=rule)
+    weights = torch.arange(B * T).view(B, T) % 4 / 2 if weighted else None
+    total, each = chunked_cross_entropy(head, hidden, find_labels(labels, (), weights), chunk, rule=rule)
     gradients = torch.autograd.grad(total, [hidden, head.weight])
+    with torch.no_grad():
+        assert (
+            chunked_cross_entropy(head, hidden, find_labels(labels, (), weights), chunk, rule=rule)[0] == total
+        ).all()
 
     expected = naive(head, hidden, labels, rule)
-    naive_gradients = torch.autograd.grad(expected.sum(), [hidden, head.weight])
+    weighted_sum = (expected if weights is None else expected * weights).sum()
+    naive_gradients = torch.autograd.grad(weighted_sum, [hidden, head.weight])
     # The sums run in another order: at most V + M + B T terms of a size that log V and the inputs keep below 100.
     bound = EPS * (V + M + B * T) * 100
     assert (each - expected).abs().max() <= bound
-    assert (total - expected.sum()).abs() <= bound
+    assert (total - weighted_sum).abs() <= bound
     for got, want in zip(gradients, naive_gradients, strict=True):
         assert (got - want).abs().max() <= bound
     assert not each.requires_grad

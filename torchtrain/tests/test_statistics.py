@@ -37,6 +37,14 @@ def test_rows_are_those_of_the_packing_plan(length):
         own = [span for span in spans if domains[span.document_index] == number]
         assert told.sequences[name] == len(own)
     squares = sum((span.stop - span.start) ** 2 for span in spans)
+    seen = [n for span in spans for n in range(1, span.stop - span.start)]  # by each prediction within its document
+    for one in told.contexts:
+        assert one.targets == sum(one.start <= n < 2 * one.start for n in seen) > 0
+    assert sum(one.targets for one in told.contexts) == len(seen)
+    far = [one for one in told.contexts if one.start >= told.tail]
+    assert length / 8 < told.tail <= length / 4 < 2 * told.tail
+    assert {one.weight for one in told.contexts if one not in far} <= {1.0}
+    assert len({round(one.targets * (one.weight - 1)) for one in far if one.weight < 11}) <= 1, "each gets as much"
     assert told.live_pair_ratio == pytest.approx(squares / (len(plan) * length**2), abs=1e-12)
 
 
@@ -73,7 +81,9 @@ def test_the_verb_writes_json_and_prints_a_table(tmp_path):
     told = json.loads((tmp_path / "out" / "statistics.json").read_text())
     assert told["all"]["tokens"] == int((store.repeats * store.lengths).sum())
     (rows,) = told["rows"]
-    x, y, both = ([cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if line[0] == "│")
+    table = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if line[:1] == "│"]
+    x, y, both, *contexts = table
+    assert [line[1] for line in contexts] == [f"{one['start']} to {2 * one['start'] - 1}" for one in rows["contexts"]]
     assert (x[1], y[1], both[1], both[3]) == ("<b>x</b>", "[y]", "all, and r", f"{told['all']['tokens']:,}")
     assert x[2] == f"{told['before'][0]['documents']} → {told['domains'][0]['documents']}"
     assert (x[-2], both[-2]) == (f"{rows['mixture_ratio']['<b>x</b>']:.2%}", f"{rows['live_pair_ratio']:.4f}")

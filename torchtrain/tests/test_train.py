@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shutil
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtrain
 from anchorline.errors import UserError
+from torchtrain.attention.rule import visible_BTT
 from torchtrain.config import Config, RopeConfig, TrainConfig, load_config
 from torchtrain.data import prepare, split_documents, stack_rows, tag_ids
 from torchtrain.marks import IGNORED
@@ -316,6 +318,15 @@ def test_evaluation_is_the_loss_of_training_and_knows_new_positions(model, tree,
     assert 0 < new.overall.tokens < losses.overall.tokens
     assert result.new_positions.tokens == new.overall.tokens
     assert result.new_positions.total == pytest.approx(new.overall.total, rel=new.overall.tokens * EPS)
+
+    seen = [visible_BTT(torch.from_numpy(row["document_ids"])[None])[0].sum(1) for row in held_out]
+    labelled = [torch.from_numpy(row["shift_labels"]) != IGNORED for row in held_out]
+    for start, mean in result.by_context.items():
+        counts = ((x >= start) & (x < 2 * start) & of for x, of in zip(seen, labelled, strict=True))
+        assert mean.tokens == sum(int(chosen.sum()) for chosen in counts)
+    total = math.fsum(mean.total for mean in result.by_context.values())
+    assert total == pytest.approx(result.overall.total, rel=losses.overall.tokens * EPS)
+    assert result.as_dict()["contexts"].keys() == {str(s) for s, mean in result.by_context.items() if mean.tokens}
 
 
 def test_a_step_without_a_label_changes_nothing_but_by_decay(model):

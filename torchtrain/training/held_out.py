@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtrain.config import MOST_TOKENS
 from torchtrain.data import stack_rows
+from torchtrain.data.weights import effective_contexts
 from torchtrain.distributed.shard import assign_held_out
 from torchtrain.distributed.world import World
 from torchtrain.training.losses import Losses, Mean
@@ -24,7 +26,8 @@ BLOCK = 256  # tokens in one sample of an interval: losses of neighbouring token
 
 
 class HeldOut(Losses):
-    """Losses on held-out rows, with a separate mean for the positions that training adds to the model's context.
+    """Losses on held-out rows, with separate means for the positions that training adds to the model's context, and for
+    effective contexts from each power of two to the next.
 
     domains: names, by index.
     own_positions: the model's number of positions before training.
@@ -34,20 +37,23 @@ class HeldOut(Losses):
         super().__init__(domains)
         self.own_positions = own_positions
         self.new_positions = Mean()
+        self.by_context = {1 << power: Mean() for power in range(MOST_TOKENS.bit_length())}  # from where each begins
         self.blocks: list[float] = []  # mean losses of BLOCK labelled tokens of a row each
 
     def masks(self, part: Mapping[str, Tensor]) -> list[Tensor]:
         """As `Losses.masks`."""
-        return [*super().masks(part), part["position_ids"] >= self.own_positions]
+        contexts = [(part["contexts"] >= start) & (part["contexts"] < 2 * start) for start in self.by_context]
+        return [*super().masks(part), part["position_ids"] >= self.own_positions, *contexts]
 
     def means(self) -> list[Mean]:
         """As `Losses.means`."""
-        return [*super().means(), self.new_positions]
+        return [*super().means(), self.new_positions, *self.by_context.values()]
 
     def as_dict(self) -> dict[str, Any]:
-        """As `Losses.as_dict`, with `new_positions` if there were such tokens."""
-        new = {"loss": self.new_positions.value, "labelled_tokens": self.new_positions.tokens}
-        return super().as_dict() | ({"new_positions": new} if self.new_positions.tokens else {})
+        """As `Losses.as_dict`, with `new_positions` if there were such tokens, and `contexts` by effective context."""
+        contexts = {str(start): mean.as_dict() for start, mean in self.by_context.items() if mean.tokens}
+        new = {"new_positions": self.new_positions.as_dict()} if self.new_positions.tokens else {}
+        return super().as_dict() | new | {"contexts": contexts}
 
 
 @torch.no_grad()
@@ -71,6 +77,7 @@ def measure_held_out(
     model.eval()
     found: list[Tensor] = []
     for first, dealt in assign_held_out(rows, micro_batch, world):
+        dealt = [{**row, "contexts": effective_contexts(row["document_ids"])} for row in dealt]
         batch = make_micro_batch(stack_rows(dealt), world, result.labels_of).to(world.device)
         _, each_Bt = strategy.losses(batch.part, batch.plan, chunk)
         result.add(each_Bt, batch.labels)

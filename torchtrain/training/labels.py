@@ -5,7 +5,7 @@ A boolean index or a count on the device would make the host wait for all earlie
 Legend: B batch · t tokens of this rank's part · n tokens that have a label.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,29 +21,37 @@ class Labels:
     index_n: Tensor  # int64: indices into the B t tokens
     labels_n: Tensor  # int64: the next token of each
     groups: tuple[Tensor, ...] = ()  # int64 [members] each: indices into the n
+    weights_n: Tensor | None = None  # float32: what the loss of each counts; None: 1
 
     def __len__(self) -> int:
         return len(self.index_n)
 
+    @property
+    def weight(self) -> float:
+        """What all of them count together. On a GPU it waits for the device."""
+        return len(self) if self.weights_n is None else float(self.weights_n.double().sum())
+
     def pin_memory(self) -> "Labels":
         """Return the labels in page-locked memory."""
-        return Labels(self.index_n.pin_memory(), self.labels_n.pin_memory(), tuple(x.pin_memory() for x in self.groups))
+        return self._each(Tensor.pin_memory)
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Labels":
         """Return the labels on `device`."""
-        index_n, labels_n, *groups = (
-            x.to(device, non_blocking=non_blocking) for x in (self.index_n, self.labels_n, *self.groups)
-        )
-        return Labels(index_n, labels_n, tuple(groups))
+        return self._each(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Labels":
+        weights_n = None if self.weights_n is None else change(self.weights_n)
+        return Labels(change(self.index_n), change(self.labels_n), tuple(map(change, self.groups)), weights_n)
 
 
-def find_labels(shift_labels: Tensor, masks: Sequence[Tensor] = ()) -> Labels:
+def find_labels(shift_labels: Tensor, masks: Sequence[Tensor] = (), weights: Tensor | None = None) -> Labels:
     """Find the tokens that have a label, and one group of them for each mask.
 
     shift_labels: the next token of each, int64 [B, t] on the host; -100 where there is no loss.
     masks: boolean [B, t].
+    weights: what the loss of each counts, float32 [B, t]; None: 1.
     """
     flat = shift_labels.flatten()
     index_n = (flat != IGNORED).nonzero().flatten()
     groups = tuple(mask.flatten()[index_n].nonzero().flatten() for mask in masks)
-    return Labels(index_n, flat[index_n], groups)
+    return Labels(index_n, flat[index_n], groups, None if weights is None else weights.flatten()[index_n])

@@ -57,30 +57,37 @@ def chunked_cross_entropy(
     scale: the factor by which the caller multiplies the sum before backward. With another factor the gradients are
         right too, and rounded once more.
     rule: makes logits of the head's outputs, here in float32 or wider.
-    Returns the sum, a scalar with a gradient, in float32 (or hidden's wider dtype); and each token's loss [..],
-        detached, 0 without a label. Without any label the sum is 0, with a gradient of zeros.
+    Returns the sum of each loss times its weight, a scalar with a gradient, in float32 (or hidden's wider dtype); and
+        each token's loss [..] without its weight, detached, 0 without a label. Without any label the sum is 0, with a
+        gradient of zeros.
     """
     if chunk is None:
         chunk = default_chunk(head, hidden.device)
     hidden_nM = hidden.flatten(0, -2).index_select(0, labels.index_n)
     weights = [weight for weight in head.parameters() if weight.requires_grad]
     if torch.is_grad_enabled() and (hidden_nM.requires_grad or weights):
-        total, losses_n = _SummedLoss.apply(head, hidden_nM, labels.labels_n, chunk, scale, rule, *weights)  # pyright: ignore[reportGeneralTypeIssues]
+        total, losses_n = _SummedLoss.apply(head, hidden_nM, labels, chunk, scale, rule, *weights)  # pyright: ignore[reportGeneralTypeIssues]
     else:
         parts = zip(hidden_nM.split(chunk), labels.labels_n.split(chunk), strict=True)
         losses_n = torch.cat(
             [_losses(_logits(head, part_nM)[0], labels_n, None, rule)[0] for part_nM, labels_n in parts]
         )
-        total = losses_n.sum()
+        total = _sum(losses_n, labels)
     each = losses_n.new_zeros(hidden.shape[:-1])
     each.view(-1).index_copy_(0, labels.index_n, losses_n.detach())
     return total, each
 
 
-def _losses(logits_nV: Tensor, labels_n: Tensor, scale: float | None, rule: LogitRule) -> tuple[Tensor, Tensor]:
+def _sum(losses_n: Tensor, labels: Labels) -> Tensor:
+    return (losses_n if labels.weights_n is None else losses_n * labels.weights_n).sum()
+
+
+def _losses(
+    logits_nV: Tensor, labels_n: Tensor, scale: float | Tensor | None, rule: LogitRule
+) -> tuple[Tensor, Tensor]:
     """Return the losses [n], and `scale` times the gradient of the logits [n, V], which overwrites them.
 
-    Without a scale there is no gradient, and the logits are overwritten all the same.
+    A scale is one number, or [n, 1]. Without a scale there is no gradient, and the logits are overwritten all the same.
     """
     labels_n1 = labels_n[:, None]
     slope_nV, factor = None, rule.factor / rule.divisor
@@ -127,7 +134,7 @@ class _SummedLoss(torch.autograd.Function):
         ctx: Any,
         head: nn.Module,
         hidden_nM: Tensor,
-        labels_n: Tensor,
+        labels: Labels,
         chunk: int,
         scale: float,
         rule: LogitRule,
@@ -139,14 +146,20 @@ class _SummedLoss(torch.autograd.Function):
         for first in range(0, max(len(hidden_nM), 1), chunk):
             part = slice(first, first + chunk)
             of_hidden = None if d_hidden_nM is None else d_hidden_nM[part]
-            losses.append(_add_gradients(head, hidden_nM[part], labels_n[part], scale, rule, of_hidden, weights, sums))
+            scales = (
+                scale
+                if labels.weights_n is None
+                else scale * labels.weights_n[part, None].to(_at_least_float32(hidden_nM))
+            )
+            given = head, hidden_nM[part], labels.labels_n[part], scales, rule, of_hidden
+            losses.append(_add_gradients(*given, weights, sums))
         losses_n = torch.cat(losses)
         # Rounded one after another, so that a step never holds all of them twice.
         rounded = [sums.pop(0).to(weight.dtype) for weight in weights]
         ctx.save_for_backward(d_hidden_nM, *rounded)
         ctx.scale = scale
         ctx.mark_non_differentiable(losses_n)
-        return losses_n.sum(), losses_n
+        return _sum(losses_n, labels), losses_n
 
     @staticmethod
     @once_differentiable
@@ -159,7 +172,7 @@ def _add_gradients(
     head: nn.Module,
     hidden_nM: Tensor,
     labels_n: Tensor,
-    scale: float,
+    scale: float | Tensor,
     rule: LogitRule,
     d_hidden_nM: Tensor | None,
     weights: Sequence[Tensor],

@@ -28,6 +28,10 @@ class Mean:
         """The mean; None without tokens."""
         return self.total / self.tokens if self.tokens else None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return `loss` and `labelled_tokens`."""
+        return {"loss": self.value, "labelled_tokens": self.tokens}
+
     def __str__(self) -> str:
         return "none" if self.value is None else f"{self.value:.4f}"
 
@@ -43,7 +47,7 @@ class Losses:
 
     def labels_of(self, part: Mapping[str, Tensor]) -> Labels:
         """Find the labels of a micro-batch's part [B, t] on the host, and the labels of each mean."""
-        return find_labels(part["shift_labels"], self.masks(part))
+        return find_labels(part["shift_labels"], self.masks(part), part.get("weights"))
 
     def masks(self, part: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the mask [B, t] of the tokens of each of `means` but the first."""
@@ -84,8 +88,4 @@ class Losses:
     def as_dict(self) -> dict[str, Any]:
         """Return `loss`, `labelled_tokens`, and `domains` with the same two fields for each domain that had tokens."""
         present = {domain: mean for domain, mean in self.by_domain.items() if mean.tokens}
-        return {
-            "loss": self.overall.value,
-            "labelled_tokens": self.overall.tokens,
-            "domains": {d: {"loss": mean.value, "labelled_tokens": mean.tokens} for d, mean in present.items()},
-        }
+        return self.overall.as_dict() | {"domains": {domain: mean.as_dict() for domain, mean in present.items()}}

@@ -102,7 +102,8 @@ def accumulate(
     chunk: int | None,
     on_losses: OnLosses | None = None,
 ) -> tuple[Losses, int]:
-    """Compute the gradient of the mean loss over the step's labelled tokens of all ranks and micro-batches.
+    """Compute the gradient of the mean loss over the step's labelled tokens of all ranks and micro-batches: the sum of
+    each loss times its weight, divided by the sum of the weights. Losses are returned without weights.
 
     strategy: with its model in training mode.
     batches: this rank's micro-batches of the step, on the host.
@@ -114,11 +115,11 @@ def accumulate(
     """
     world = strategy.world
     losses = Losses(domains)
-    labels = max(count_labels(batches, world), 1)  # a step in which no token has a label gets a gradient of zeros
+    weight = sum_weights(batches, world) or 1.0  # a step in which no token counts gets a gradient of zeros
     for number, batch in enumerate(batches, start=1):
         batch = batch.to(world.device)
-        total, each_Bt = strategy.losses(batch.part, batch.plan, chunk, 1 / labels)
-        strategy.backward(total / labels, last=number == len(batches))
+        total, each_Bt = strategy.losses(batch.part, batch.plan, chunk, 1 / weight)
+        strategy.backward(total / weight, last=number == len(batches))
         losses.add(each_Bt, batch.labels)
         if on_losses is not None:
             on_losses(each_Bt, batch.part)
@@ -128,7 +129,10 @@ def accumulate(
     return losses, int(live_pairs) // world.sequence_parallel
 
 
-def count_labels(batches: Sequence[MicroBatch], world: World) -> float:
-    """Return the number of labelled tokens of a step on all ranks, by which every rank divides its losses."""
-    (labels,) = world.sum([sum(len(batch.labels) for batch in batches)])
-    return labels
+def sum_weights(batches: Sequence[MicroBatch], world: World) -> float:
+    """Return the sum of the weights of a step's labelled tokens on all ranks, by which every rank divides its losses.
+
+    Without weights it is their number.
+    """
+    (weight,) = world.sum([sum(batch.labels.weight for batch in batches)])
+    return weight

@@ -3,7 +3,7 @@
 `Replicated` keeps all of them on every rank. `Zero` is DeepSpeed's engine, which spreads them. Both compute the
 gradient of the same loss, with float32 sums over all ranks and micro-batches:
 
-    sum of the losses of all labelled tokens of the step / their number
+    sum of the losses of all labelled tokens of the step, each times its weight / sum of their weights
 
 Both take the same AdamW step.
 

@@ -13,6 +13,7 @@ from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import attention, batches, swap, wrap
 from torchtrain.attention.engines.gather import _GatherKeys
 from torchtrain.data.rows import build_row
+from torchtrain.data.weights import LossWeights
 from torchtrain.distributed.world import ALONE
 from torchtrain.marks import ANCHOR, IGNORED
 from torchtrain.modeling.head import hidden_states
@@ -20,7 +21,7 @@ from torchtrain.training.labels import Labels, find_labels
 from torchtrain.training.loss import _add_gradients, _losses, chunked_cross_entropy
 from torchtrain.training.losses import Losses
 from torchtrain.training.optimizer import Optimizer, _move_gradients
-from torchtrain.training.step import count_labels
+from torchtrain.training.step import make_micro_batches, sum_weights
 from torchtrain.training.strategy import Replicated
 
 
@@ -181,7 +182,7 @@ def _mean_losses(self, part, plan, chunk, scale=1.0):
 
 @contextmanager
 def _loss_per_micro_batch() -> Iterator[None]:
-    with patch.object(Replicated, "losses", _mean_losses), swap(count_labels, lambda parts, world: len(parts)):
+    with patch.object(Replicated, "losses", _mean_losses), swap(sum_weights, lambda parts, world: len(parts)):
         yield
 
 
@@ -189,13 +190,13 @@ loss_per_micro_batch = Bug(_loss_per_micro_batch)
 
 
 def _own_labels(parts, world):
-    return count_labels(parts, ALONE) * world.size
+    return sum_weights(parts, ALONE) * world.size
 
 
 def _first_row(original):
-    def find(shift_labels, masks=()):
+    def find(shift_labels, *more):
         first = torch.arange(len(shift_labels))[:, None] == 0
-        return original(torch.where(first, shift_labels, IGNORED), masks)
+        return original(torch.where(first, shift_labels, IGNORED), *more)
 
     return find
 
@@ -208,7 +209,7 @@ losses_of_other_domains = Bug(
     )
 )
 
-loss_per_rank = Bug(lambda: swap(count_labels, _own_labels))
+loss_per_rank = Bug(lambda: swap(sum_weights, _own_labels))
 
 
 def _masked_tokens_counted(original):
@@ -272,7 +273,7 @@ def _count_before_the_mask(batches, world):
     return count
 
 
-answers_counted_before_the_mask = Bug(lambda: swap(count_labels, _count_before_the_mask))
+answers_counted_before_the_mask = Bug(lambda: swap(sum_weights, _count_before_the_mask))
 
 
 tag_trained_on = Bug(lambda: wrap(build_row, _tag_trained_on))
@@ -303,3 +304,36 @@ def _first_words_only(original):
 
 
 vocabulary_beyond_first_part = Bug(lambda: wrap(_add_gradients, _first_words_only))
+
+
+_weight_of_the_neighbour_weigh = LossWeights.weigh
+
+
+def _weigh_one_on(self, row, random):
+    weighed = _weight_of_the_neighbour_weigh(self, row, random)
+    return weighed | {"weights": np.roll(weighed["weights"], 1)}
+
+
+weight_of_the_neighbour = Bug(lambda: patch.object(LossWeights, "weigh", _weigh_one_on))
+
+
+def _lose_weights(original):
+    def make(batches, *more):
+        first, *others = batches
+        bare = ({name: x for name, x in batch.items() if name != "weights"} for batch in others)
+        return original([first, *bare], *more)
+
+    return make
+
+
+weights_lost_in_accumulation = Bug(lambda: wrap(make_micro_batches, _lose_weights))
+
+
+def _count_tokens(batches, world):
+    (count,) = world.sum([sum(len(batch.labels) for batch in batches)])
+    return count
+
+
+weights_divided_by_tokens = Bug(lambda: swap(sum_weights, _count_tokens))
+
+weights_summed_by_rank = Bug(lambda: swap(sum_weights, _own_labels))
