@@ -146,7 +146,7 @@ class GateCase:
 
 
 def resolve(spec: CaseSpec) -> GateCase:
-    """Look up the models and draw the tokens. Raises UserError: a model does not exist, or cannot have these settings."""
+    """Look up the models and draw the tokens. Raises UserError: a model does not exist, or cannot be set so."""
     folder = None if spec.model in TINY else find_folder(spec.model)
     oracle_model = spec.against or spec.model
     oracle_folder = None if oracle_model in TINY else find_folder(oracle_model)
