@@ -28,7 +28,9 @@ def evaluate(
         int | None, typer.Option(min=1, max=MOST, help="samples of each task and length; default: the suite's")
     ] = None,
     last: Annotated[int, typer.Option(min=1, max=MOST, help="number of a run's last models")] = 1,
-    anchor: Annotated[bool, typer.Option("--anchor", help="put the training's anchor before each prompt")] = False,
+    anchor: Annotated[
+        bool | None, typer.Option(help="put the anchor before each prompt; default: if the training had one")
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--apply-chat-template", help="put each prompt into the model's chat template")
     ] = False,

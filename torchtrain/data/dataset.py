@@ -282,20 +282,6 @@ def anchor_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig) -> list[i
     return ids
 
 
-def first_of_prompts(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig) -> str:
-    """Return the text of the anchor, with which a prompt of a model that was trained under it begins; "" without."""
-    if not pack.base_variant.has_anchor:
-        return ""
-    tokens = tokenizer.convert_ids_to_tokens(anchor_ids(tokenizer, pack))
-    return " ".join(f"`{token}`" for token in tokens)
-
-
-def begins_with_anchor(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig) -> bool:
-    """Whether a tokenizer puts the anchor in front of a text by itself."""
-    ids = anchor_ids(tokenizer, pack)
-    return tokenizer("a")["input_ids"][: len(ids)] == ids
-
-
 def tag_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig, domains: Sequence[str]) -> dict[int, list[int]]:
     """Return the tokens that open each document of a domain (index in `domains`) under +tag; {} without. Raises
     UserError: a tag has no tokens, or a domain is called like a special token: in the template one is meant, in a name

@@ -17,7 +17,7 @@ import torch
 from anchorline import environment
 from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig
-from torchtrain.data.dataset import anchor_ids, begins_with_anchor, first_of_prompts
+from torchtrain.data.dataset import anchor_ids
 from torchtrain.errors import TasksUnfinished
 from torchtrain.evaluation import results as kept
 from torchtrain.evaluation.measure import Checkpoint, EvaluatedModel, Say, make_job, measure, plan, tasks_of
@@ -26,6 +26,7 @@ from torchtrain.evaluation.tasks.index import Job
 from torchtrain.evaluation.tasks.materials import Materials
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.placement import check_can_spread
+from torchtrain.modeling.prompts import name_anchor, read_noted_anchor, take_anchor
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 from torchtrain.products import describe_products
 
@@ -44,7 +45,7 @@ def evaluate(
     lengths: Sequence[int],
     out: Path,
     *,
-    anchor: bool = False,
+    anchor: bool | None = None,
     processes: int = 1,
     log: Path | None = None,
     say: Say,
@@ -53,8 +54,8 @@ def evaluate(
 
     lengths: tokens, prompt and answer together.
     out: folder of the results; finished ones are kept.
-    anchor: put the run's `pack.anchor` before each prompt that does not begin so; of a model without a run, BOS, or EOS
-        where there is none.
+    anchor: put the anchor of the run, or of the model card, before each prompt that does not begin so; of a model
+        without either, BOS, or EOS where there is none. None: where the model was trained under one.
     processes: how many share the tasks, each with its own model, and its own GPU where there are some.
     log: folder for lm-eval's own logs of the same results; None: none are written.
     Raises UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
@@ -149,7 +150,9 @@ def check_suite(suite: Suite, lengths: Sequence[int]) -> None:
             raise UserError(f"tasks: {new} and {old} are one task at two times; keep one")
 
 
-def _open(checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], anchor: bool, say: Say) -> EvaluatedModel:
+def _open(
+    checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], anchor: bool | None, say: Say
+) -> EvaluatedModel:
     folder = resolve_source(checkpoint.source, suite.cache, say)
     config, tokenizer = open_config(folder), open_tokenizer(folder)
     check_tokenizer(tokenizer, checkpoint.source, suite)
@@ -159,12 +162,20 @@ def _open(checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], anchor: 
             f"--lengths {max(lengths)}: {quoted(checkpoint.source)} holds {most:,} positions; give no more, or extend "
             "the model first"
         )
+    noted, training = read_noted_anchor(folder), checkpoint.training
     pack = PackConfig(sequence_length=2, variant="full")
-    if (training := checkpoint.training) is not None:
+    if training is not None:
         pack = PackConfig(sequence_length=2, anchor=training.anchor, variant=training.variant)
-    ids = anchor_ids(tokenizer, pack) if anchor else []
-    if not anchor and (first := first_of_prompts(tokenizer, pack)) and not begins_with_anchor(tokenizer, pack):
-        say(f"anchor    prompts do not begin with {first}, as every row of the training did; --anchor puts it there")
+    elif noted is not None:
+        pack = PackConfig(sequence_length=2, anchor=noted.ids)
+    trained = pack.base_variant.has_anchor
+    ids = anchor_ids(tokenizer, pack) if trained or anchor else []
+    if noted is not None:  # it is put before prompts here, and texts keep the tokens that they had before the training
+        take_anchor(tokenizer, noted)
+    if trained:
+        where = "do not begin" if anchor is False else "begin"
+        say(f"anchor    prompts {where} with {name_anchor(tokenizer, ids)}, as every row of the training did")
+    ids = [] if anchor is False else ids
     name = suite.dtype or ("float32" if config.dtype is None else str(config.dtype).removeprefix("torch."))
     settings = kept.Settings(weights=kept.weights_digest(Path(folder)), anchor=ids, dtype=name)
     dtype, device = getattr(torch, name), torch.device("cuda" if torch.cuda.is_available() else "cpu")

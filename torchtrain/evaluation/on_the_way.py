@@ -20,6 +20,7 @@ from anchorline.errors import UserError, disk_fault, quoted, quoted_reason
 from anchorline.files import resolve
 from torchtrain.checkpoint import rng
 from torchtrain.config import Config
+from torchtrain.data import anchor_ids
 from torchtrain.evaluation.evaluate import check_suite, check_tokenizer
 from torchtrain.evaluation.measure import Checkpoint, EvaluatedModel, measure, plan
 from torchtrain.evaluation.results import Settings, Training
@@ -53,7 +54,7 @@ class TrainingEvaluation:
         with self._name_the_section():
             check_suite(self._suite, self._lengths)
         self._cannot: dict[tuple[str, int], str] = {}  # why a task cannot run at a length
-        self._every, self._dtype = section.every, config.model.dtype
+        self._every, self._dtype, self._pack = section.every, config.model.dtype, config.pack
         folder = resolve("run.folder", config.run.folder)
         self.out, self._source = folder.with_name(f"{folder.name}-on-the-way"), str(folder)
 
@@ -146,7 +147,8 @@ class TrainingEvaluation:
         weights: str = "",
     ) -> EvaluatedModel:
         checkpoint = Checkpoint(f"step-{step:08d}", step, self._source, training)
-        settings = Settings(weights=weights, anchor=[], dtype=self._dtype)
+        anchor = anchor_ids(tokenizer, self._pack) if self._pack.base_variant.has_anchor else []
+        settings = Settings(weights=weights, anchor=anchor, dtype=self._dtype)
         return EvaluatedModel(checkpoint, tokenizer, settings, lambda: share_weights(model))
 
 

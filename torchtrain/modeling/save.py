@@ -11,13 +11,14 @@ model_executor/layers/rotary_embedding, config/model.py and transformers_utils/c
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from anchorline.files import replace_file
+from torchtrain.modeling.prompts import NotedAnchor, put_anchor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -34,10 +35,13 @@ def save_folder(
     tokenizer: "PreTrainedTokenizerFast",
     folder: Path,
     weights: dict[str, Tensor] | None = None,
-) -> None:
+    anchor: Sequence[int] = (),
+) -> NotedAnchor | None:
     """Write a model as safetensors in its dtype, and its tokenizer with the model's length as `model_max_length`.
 
     weights: the state dict, where the model does not hold it whole.
+    anchor: the tokens that every prompt begins with; see `torchtrain.modeling.prompts.put_anchor`.
+    Returns what the model card must note of the anchor; None without.
     Raises OSError: it cannot be written.
     """
     length: int | None = getattr(model.config, "max_position_embeddings", None)
@@ -46,9 +50,15 @@ def save_folder(
     if length is not None:
         _rewrite(folder / "generation_config.json", lambda written: _set_longest_generation(written, length))
         tokenizer.model_max_length = length
+    noted = None
+    if anchor:
+        tokenizer, noted = put_anchor(tokenizer, anchor)
+        if len(anchor) == 1:  # with which transformers begins where it is given no prompt
+            _rewrite(folder / "generation_config.json", lambda written: written.update(bos_token_id=anchor[0]))
     tokenizer.backend_tokenizer.no_truncation()  # a length that tokenizer.json would cut texts at is the old one
     tokenizer.save_pretrained(folder)
     _rewrite(folder / "tokenizer_config.json", lambda written: _add_older_tokenizer(written, tokenizer))
+    return noted
 
 
 def reader_notes(config: "PretrainedConfig") -> list[str]:

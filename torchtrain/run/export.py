@@ -13,9 +13,10 @@ from torch import Tensor
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import follow_umask
 from torchtrain.config import Config
-from torchtrain.data.dataset import begins_with_anchor, first_of_prompts
+from torchtrain.data import anchor_ids
 from torchtrain.modeling.adapters import FOLDER as ADAPTER
 from torchtrain.modeling.adapters import save_adapter, split_off
+from torchtrain.modeling.prompts import NotedAnchor, name_anchor
 from torchtrain.modeling.save import reader_notes, save_folder
 from torchtrain.modeling.smollm2 import SMOLLM2
 from torchtrain.modeling.weights import first_not_finite
@@ -51,13 +52,17 @@ def export_step(
     if weights is not None and (name := first_not_finite(weights.items())) is not None:
         raise UserError(f"{name} is not finite after step {step}, so the model was not written to {target}")
     notes = reader_notes(setup.model.config)
-    first = first_of_prompts(setup.source.tokenizer, config.pack)
-    if first and not begins_with_anchor(setup.source.tokenizer, config.pack):
-        notes = [*notes, f"every reader: begin each prompt with {first}, which this tokenizer does not add by itself"]
-    card = model_card(config, setup.model.config, step, notes, first)
+    tokenizer, pack = setup.source.tokenizer, config.pack
+    anchor = anchor_ids(tokenizer, pack) if pack.base_variant.has_anchor else []
     try:
         with folder.new_export(target) as made:
-            export(setup.model, setup.source.tokenizer, made, weights, write_adapter, card)
+            noted = export(setup.model, tokenizer, made, weights, write_adapter, anchor)
+            first = name_anchor(tokenizer, anchor)
+            if noted is not None and noted.lacks:
+                lacks = " and ".join(noted.lacks)
+                notes += [f"every reader: begin {lacks} with {first}, which the tokenizer does not add by itself"]
+            card = model_card(config, setup.model.config, step, notes, first, noted)
+            (made / "README.md").write_text(card, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         why = disk_fault(error) if isinstance(error, OSError) else str(error)
         raise UserError(
@@ -72,8 +77,8 @@ def export(
     folder: Path,
     weights: dict[str, Tensor] | None = None,
     write_adapter: Callable[[Path], None] | None = None,
-    card: str | None = None,
-) -> None:
+    anchor: Sequence[int] = (),
+) -> NotedAnchor | None:
     """Write model and tokenizer into an empty folder that loads with plain transformers, 4 and 5, and with other
     readers.
 
@@ -82,21 +87,26 @@ def export(
 
     weights: the state dict, where the model does not hold it whole.
     write_adapter: writes an adapter into a folder, which is made in this one.
-    card: the content of README.md.
+    anchor: the tokens that every prompt begins with.
+    Returns as `save_folder`.
     Raises OSError: the folder cannot be written, or a library saved something else than a model with its config.
     """
-    save_folder(model, tokenizer, folder, weights)
+    noted = save_folder(model, tokenizer, folder, weights, anchor)
     if not (folder / "config.json").is_file() or not list(folder.glob("model*.safetensors")):
         raise OSError(errno.EIO, "config.json or the weights are missing after they were saved", str(folder))
     if write_adapter is not None:
         write_adapter(folder / ADAPTER)
-    if card is not None:
-        (folder / "README.md").write_text(card, encoding="utf-8")
     follow_umask(folder)
+    return noted
 
 
 def model_card(
-    config: Config, model_config: "PretrainedConfig", step: int, notes: Sequence[str], anchor: str = ""
+    config: Config,
+    model_config: "PretrainedConfig",
+    step: int,
+    notes: Sequence[str],
+    anchor: str = "",
+    noted: NotedAnchor | None = None,
 ) -> str:
     """Return a README.md for an exported model: how it was trained, how to load it, what a prompt begins with, and
     notes for other readers.
@@ -111,6 +121,7 @@ def model_card(
         "library_name: transformers",
         "pipeline_tag: text-generation",
         "tags: [long-context, anchorline]",
+        *([] if noted is None else [str(noted)]),
         "---",
         f"# A model for {held:,} tokens",
         "",

@@ -4,6 +4,7 @@ import collections
 import json
 import random
 import re
+import shutil
 import string
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from torchtrain.evaluation.suite import IN_2024, TASKS, Suite, room_of
 from torchtrain.evaluation.tasks import ruler
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials
 from torchtrain.evaluation.tasks.ruler import library, make_samples, open_samples, prompt_of, score
+from torchtrain.modeling.prompts import NotedAnchor
 from torchtrain.tests.ruler_fixtures import few_nouns  # noqa: F401
 from torchtrain.tests.tiny import tiny_model
 
@@ -286,21 +288,34 @@ def test_evaluate_goes_on_where_it_stopped_and_tells_what_did_not_run(call, mode
         compare([out, tmp_path / "few"])
 
 
-def test_the_anchor_of_a_run_precedes_its_prompts(settings, model, tmp_path):
+@pytest.mark.parametrize(
+    ("variant", "noted", "asked", "ids"),
+    [
+        ("anchor", None, None, [7, 9]),
+        ("anchor", None, False, []),
+        ("full", None, None, []),
+        (None, None, None, []),
+        (None, [8], None, [8]),
+        (None, [8], False, []),
+        (None, None, True, [0]),
+    ],
+)
+def test_the_anchor_of_a_run_or_of_a_card_precedes_prompts(
+    settings, model, tmp_path, monkeypatch, variant, noted, asked, ids
+):
+    folder, said, found = Path(shutil.copytree(model, tmp_path / "model")), [], []
+    if noted:
+        (folder / "README.md").write_text(f"---\n{NotedAnchor(noted, False)}\n---\n")
+    monkeypatch.setattr("torchtrain.evaluation.evaluate.measure", lambda model, *_, **__: found.append(model))
     suite = Suite.model_validate(settings | {"tasks": ["fwe"], "perplexity": None, "samples": 1})
-    training = Training(
-        model="tiny",
-        variant="anchor",
-        anchor=[7, 9],
-        sequence_length=1024,
-        rope={},
-        steps=1,
-        sequences_per_step=1,
-        data={},
-    )
-    of_run = Checkpoint("run", 1, str(model), training)
-    (result,) = evaluate([of_run], suite, [1024], tmp_path, anchor=True, say=lambda line: None)
-    assert result.settings.anchor == [7, 9]
+    of = {"model": "tiny", "anchor": [7, 9], "sequence_length": 1024, "rope": {}, "steps": 1, "data": {}}
+    training = Training(**of, variant=variant, sequences_per_step=1) if variant else None
+    of_run = Checkpoint("run", 1, str(folder), training)
+    evaluate([of_run], suite, [1024], tmp_path / "out", anchor=asked, say=said.append)
+    assert found[0].settings.anchor == ids
+    told = [line for line in said if line.startswith("anchor ")]
+    assert len(told) == (variant == "anchor" or noted is not None)
+    assert ("do not begin with" in "".join(told)) == (asked is False)
 
 
 def test_a_task_that_is_not_known_is_one_line_that_names_the_nearest(call, model, tmp_path, monkeypatch):
