@@ -24,13 +24,13 @@ _MOST_ID = 96  # characters, by the hub's own rule
 logger = logging.getLogger(__name__)
 
 
-def find_model(source: str, field: str, patterns: Sequence[str], say: Callable[[str], None] = logger.info) -> Path:
+def find_model(source: str, field: str, patterns: Sequence[str], log: Callable[[str], None] = logger.info) -> Path:
     """Return the folder that holds a model's files: the one that `source` names, or a copy of the hub's in its cache.
 
     source: a folder, or a hub id such as `name/model`.
     field: opens messages.
     patterns: of the files that are needed.
-    say: takes a line when the hub is asked, and when its cache is used because it did not answer.
+    log: takes a line when the hub is asked, and when its cache is used because it did not answer.
     Raises UserError: neither a folder with a config.json nor an id, or an id that the hub does not know; without the
         model in the cache, no answer within `ANSWER_SECONDS` or a download that fails.
     """
@@ -43,7 +43,7 @@ def find_model(source: str, field: str, patterns: Sequence[str], say: Callable[[
         )
     if not is_id(source):
         raise UserError(f"{looked}, and no hub id such as name/model; give one of them, or smollm2")
-    return _from_hub(source, looked, patterns, say)
+    return _from_hub(source, looked, patterns, log)
 
 
 def is_id(source: str) -> bool:
@@ -51,12 +51,12 @@ def is_id(source: str) -> bool:
     return _ID.fullmatch(source) is not None and len(source) <= _MOST_ID
 
 
-def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[str], None]) -> Path:
+def _from_hub(source: str, looked: str, patterns: Sequence[str], log: Callable[[str], None]) -> Path:
     """Download the files that the hub lists, and return their folder. Use the cache where the hub does not answer."""
     from huggingface_hub import HfApi, snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    say(f"asking the hub for {source}: no folder of that name here")
+    log(f"asking the hub for {source}: no folder of that name here")
     wanted: list[str] = []
     try:
         info = HfApi().model_info(source, timeout=ANSWER_SECONDS)
@@ -78,7 +78,7 @@ def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[
         )
     if (cached := find_cached(source, patterns, wanted)) is None:
         raise UserError(f"{looked}, and the hub cannot be reached: {reason}; give the folder of a model, or smollm2")
-    say(f"warning   {source}: {reason}; taken from the cache, {cached}")
+    log(f"warning   {source}: {reason}; taken from the cache, {cached}")
     return cached
 
 

@@ -51,7 +51,7 @@ class CheckpointFolder:
         except OSError as error:
             raise UserError(
                 f"{self.path(new)}: is saved, but an older checkpoint could not be removed: {disk_fault(error)}; "
-                f"mend that, then: torchtrain resume {self.folder.parent}"
+                f"correct that, then: torchtrain resume {self.folder.parent}"
             ) from None
 
     def remove_after(self, step: int) -> None:

@@ -162,5 +162,5 @@ class Checkpoints(CheckpointFolder):
             last = f"the last good one is that of step {whole[-1]}" if whole else "there is no earlier one"
             raise UserError(
                 f"{self.path(step)}: the checkpoint could not be written: {error}; {last}; "
-                f"mend that, then: torchtrain resume {self.folder.parent}"
+                f"correct that, then: torchtrain resume {self.folder.parent}"
             ) from None

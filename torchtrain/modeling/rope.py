@@ -64,7 +64,7 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
     kinds, own = _tables(config), parameters_of(config)
     for table in kinds.values():
         if (fault := find_fault(table)) is not None:
-            raise UserError(f"rope: the model's config has {fault}; mend it there")
+            raise UserError(f"rope: the model's config has {fault}; correct it there")
     changed = copy.deepcopy(config)
     keeps = rope.type == "keep" and rope.theta == "keep"
     if own is None:
@@ -176,7 +176,7 @@ def _check_known(config: "PretrainedConfig", rope_type: str) -> None:
     if rope_type not in known and not getattr(config, "auto_map", None):
         raise UserError(
             f"rope: the model's config.json has rope_type {quoted(rope_type)}, which transformers does not know "
-            f"({', '.join(known)}): mend it there, or give rope.type"
+            f"({', '.join(known)}): correct it there, or give rope.type"
         )
 
 

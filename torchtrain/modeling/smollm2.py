@@ -47,7 +47,7 @@ def _lacks(*packages: str) -> UserError:
     return UserError(f"model.source 'smollm2': needs {' and '.join(packages)}: {' && '.join(commands)}")
 
 
-def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) -> Path:
+def smollm2_folder(cache: str | Path, log: Callable[[str], None] = logger.info) -> Path:
     """Return a Hugging Face folder with SmolLM2-135M in `cache`, converted on the first call (half a minute, 540 MB).
 
     The folder is named by the SHA-256 of the GGUF file, and `origin.json` in it records that sum, the file and the
@@ -70,7 +70,7 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
             raise UserError(
                 f"data.cache {str(cache)!r}: {error.strerror}; choose a folder that can be written"
             ) from None
-        say(f"converting {source.name} (sha256 {sha256}) to safetensors, once: half a minute, 540 MB in {target}")
+        log(f"converting {source.name} (sha256 {sha256}) to safetensors, once: half a minute, 540 MB in {target}")
         made.mkdir()
         _convert(source, made)
         write_file(made / ORIGIN, (json.dumps(_origin(source, sha256), indent=2) + "\n").encode())

@@ -59,7 +59,7 @@ _SIZES = {
 def resolve_source(
     source: str,
     cache: str | Path,
-    say: Callable[[str], None] = logger.info,
+    log: Callable[[str], None] = logger.info,
     *,
     needs: Literal["config", "tokenizer", "weights"] = "weights",
     trust_remote_code: bool = False,
@@ -68,7 +68,7 @@ def resolve_source(
 
     source: `model.source`: `smollm2`, a folder with a config.json, or a hub id.
     cache: where `smollm2` is converted to.
-    say: takes the line that the conversion begins, or that the hub is asked.
+    log: takes the line that the conversion begins, or that the hub is asked.
     needs: what is opened of it; of a hub only that is fetched. For the config alone the shapes that come with this
         package stand for the hub's and for `smollm2`'s: they have neither tokenizer nor weights.
     trust_remote_code: whether the model's own code is needed, too.
@@ -78,9 +78,9 @@ def resolve_source(
     if needs == "config" and (shapes := find_published(source)) is not None:
         return str(shapes)
     if source == SMOLLM2:
-        return str(smollm2_folder(cache, say))
+        return str(smollm2_folder(cache, log))
     wanted = (*hub.CONFIGS, *(hub.WEIGHTS if weights else ()), *(hub.CODE if trust_remote_code else ()))
-    folder = hub.find_model(source, "model.source", wanted, say)
+    folder = hub.find_model(source, "model.source", wanted, log)
     for name in _SETTINGS:
         if (folder / name).exists():
             read_json(folder / name, f"model.source {quoted(source)}")
@@ -108,7 +108,7 @@ def check_source(source: str, field: str = "model.source") -> None:
             _explain_tokenizer(folder)
             fault = _find_no_number(read_json(Path(folder) / "config.json", f"model.source {quoted(source)}"))
             if fault is not None:
-                raise UserError(f"model.source {quoted(source)}: its config.json has {fault}; mend it there")
+                raise UserError(f"model.source {quoted(source)}: its config.json has {fault}; correct it there")
         except UserError as error:
             raise UserError(str(error).replace("model.source", field, 1)) from None
 
@@ -194,7 +194,7 @@ def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConf
     if (written := Path(source) / "config.json").is_file():
         fault = _find_no_number(read_json(written, f"model.source {quoted(source)}"))
         if fault is not None:
-            raise UserError(f"model.source {quoted(source)}: its config.json has {fault}; mend it there")
+            raise UserError(f"model.source {quoted(source)}: its config.json has {fault}; correct it there")
     with read_by_library(source, "its config.json is refused", trust_remote_code):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
         if not isinstance(dtype := config.dtype, torch.dtype | None):

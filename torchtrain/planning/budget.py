@@ -1,7 +1,7 @@
-"""`torchtrain plan`: what a run needs, by its config and the model's config.json; no weights, no data.
+"""The memory of a run, counted from its config and the model's config.json, without weights or data.
 
-Memory is per GPU, for P weights on N processes, b bytes each, all of which are trained; of frozen ones
-(`model.lora`) there are the weights alone:
+These are the bytes on each of N GPUs for P trained weights of b bytes. A frozen weight (`model.lora`) takes its own
+bytes alone.
 
     weights     P b, spread over N by ZeRO 3, which then gathers them for the modules that run: at most
                 `zero.GATHERED` weights, or one that is larger, and a bucket that is fetched ahead
@@ -10,11 +10,11 @@ Memory is per GPU, for P weights on N processes, b bytes each, all of which are 
     optimizer   12 P: float32 masters and two moments (8 P for a float32 model without ZeRO), spread from ZeRO 1 on
     activations, with the logits of a chunk, and the gradients that there are at each moment: `planning.memory`
 
-Until the first step each GPU holds its weights and masters; with ZeRO 3 the parts of both, what its gradients will be
-summed in, and the largest weight, which a check gathers. Each host process holds the whole model, or, with ZeRO 3, the
-one weight that is read and its tied one, and then its part, which DeepSpeed moves to the host and back. The host also
-holds what `distributed.offload` moves there, inputs of layers (`model.activation_checkpointing: offload`), the copy
-that an asynchronous save is written from, and the model that the first process gathers to export it.
+While a run loads, a GPU holds weights and masters. With ZeRO 3 it holds its part of both, what its gradients will be
+summed in, and the largest weight, which a check gathers. Each process holds the whole model in host memory while it
+loads. With ZeRO 3 that is one weight and its tied one, and then its part, which DeepSpeed moves to the host and back.
+The host also holds what `distributed.offload` moves there, inputs of layers (`model.activation_checkpointing:
+offload`), the copy that an asynchronous save writes, and the model that the first process gathers to export it.
 `torchtrain/tests/shapes_only` holds all of it against what DeepSpeed and the step make.
 """
 

@@ -71,10 +71,8 @@ def describe_setup(config: Config, setup: "Setup", world: World, log: Callable[[
         log(f"copies    {_copies(store, setup.split)}")
     if special := sum(count.special_records for count in store.header.sources):
         meaning = "text" if config.data.special_tokens == "text" else "control tokens"
-        log(
-            f"special   {special:,} records hold what looks like a special token, read as {meaning} "
-            "(data.special_tokens)"
-        )
+        records = sum(count.records for count in store.header.sources)
+        log(f"special   {special:,} of {records:,} records spell a special token; it is read as {meaning}")
     per_step = config.train.sequences_per_step
     log(f"training  {steps:,} steps of {per_step} rows: {steps * per_step / len(rows):.2g} epochs")
     if not setup.held_out:

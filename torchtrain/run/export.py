@@ -66,7 +66,8 @@ def export_step(
     except (OSError, SafetensorError) as error:
         why = disk_fault(error) if isinstance(error, OSError) else str(error)
         raise UserError(
-            f"{target}: the model could not be written: {why}; {safe}; mend that, then: torchtrain resume {folder.path}"
+            f"{target}: the model could not be written: {why}; {safe}; correct that, then: "
+            f"torchtrain resume {folder.path}"
         ) from None
     return notes
 

@@ -197,7 +197,7 @@ class RunFolder:
         except UserError as error:
             raise UserError(
                 f"{error}; the config with which the run began stands in {self.record} and in manifest.json of each "
-                "checkpoint, too, under config: mend config.yaml by that"
+                "checkpoint, too, under config: correct config.yaml by that"
             ) from None
         return load_config(self.config, overrides)
 

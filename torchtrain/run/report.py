@@ -236,7 +236,7 @@ def _start_tracker(
         if given.get("run_id", "") is None:  # a parameter is written once, and holds a text of 6,000 characters
             tracker.store_init_configuration({section: json.dumps(values) for section, values in about.items()})
     except Exception as error:  # no login, no network, no such project: each service has classes of its own
-        raise _tracker_error(name, project, error, "mend that, or take it out of the list") from error
+        raise _tracker_error(name, project, error, "correct that, or take it out of the list") from error
 
     def finish(kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and name == "wandb":
@@ -250,7 +250,7 @@ def _start_tracker(
         try:
             tracker.log(numbers, step=step)
         except Exception as error:  # as above
-            raise _tracker_error(name, project, error, f"mend that, then: torchtrain resume {folder}") from error
+            raise _tracker_error(name, project, error, f"correct that, then: torchtrain resume {folder}") from error
 
     opened.push(finish)
     return send

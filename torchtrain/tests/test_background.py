@@ -108,7 +108,7 @@ def test_a_write_that_fails_ends_the_run_before_the_next_save(run, monkeypatch):
     monkeypatch.setattr(os, "open", full)
     assert refused(train) == (
         f"{folder}/checkpoints/step-00000002: the checkpoint could not be written: no space left on device; there is"
-        f" no earlier one; mend that, then: torchtrain resume {folder}"
+        f" no earlier one; correct that, then: torchtrain resume {folder}"
     )
     assert "begin 4" not in order.seen
     assert list((folder / "checkpoints").iterdir()) == []

@@ -214,7 +214,7 @@ def test_a_full_disk(checkpoints, monkeypatch):
         with pytest.raises(UserError) as caught:
             save(checkpoints, 2, strategy)
         assert f"the checkpoint could not be written: {os.strerror(errno.ENOSPC).lower()}" in str(caught.value)
-        assert "the last good one is that of step 1; mend that, then: torchtrain resume" in str(caught.value)
+        assert "the last good one is that of step 1; correct that, then: torchtrain resume" in str(caught.value)
         assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000001"]
     monkeypatch.undo()
     save(checkpoints, 2, strategy)

@@ -145,9 +145,7 @@ def test_copies_and_written_special_tokens_are_told(tree, write_config, tmp_path
     setup = set_up(config_of(tree, write_config), said.append)
     told = {line.split()[0]: line for line in said}
     assert told["copies"].startswith("copies    180 of 200 documents hold the text of another; ")
-    assert told["special"] == (
-        "special   10 records hold what looks like a special token, read as text (data.special_tokens)"
-    )
+    assert told["special"] == "special   10 of 200 records spell a special token; it is read as text"
     assert setup.record.corpus.copies == 180
     assert setup.record.identity["split"]["copies_moved"] == setup.record.corpus.copies_moved > 0
     with pytest.raises(UserError, match=r"documents are divided otherwise into training and held out"):

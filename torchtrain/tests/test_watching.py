@@ -194,7 +194,7 @@ def test_a_service_that_goes_away_is_one_line(run, service, name):
     train, _ = run
     service.refuses = True
     with pytest.raises(
-        UserError, match=rf"log.report_to {name}, .*: no route to the server; mend that, then: .*resume"
+        UserError, match=rf"log.report_to {name}, .*: no route to the server; correct that, then: .*resume"
     ):
         train(f"log.report_to=[{name}]")
     assert service.calls[-1] in ((name, 1), (name, "FAILED"), ("trackio", 0)), "not as finished, where it can be told"

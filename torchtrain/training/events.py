@@ -65,7 +65,7 @@ class MetricsFile:
         except OSError as error:
             raise UserError(
                 f"{self._path}: could not be written: {disk_fault(error)}; "
-                f"mend that, then: torchtrain resume {self._path.parent}"
+                f"correct that, then: torchtrain resume {self._path.parent}"
             ) from None
 
     def settle(self) -> FileEntry:
