@@ -199,7 +199,7 @@ def _either(fixes: Sequence[str]) -> str:
 
 
 def _parse(text: str) -> Any:
-    """Return the content of a YAML text. Raises UserError."""
+    """Return the content of a YAML text."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
     except RecursionError:

@@ -124,9 +124,7 @@ def _smollm2_folder() -> Path:
 
 
 def _bos(folder: Path, config_json: dict[str, Any], tokenizer: Tokenizer) -> int | None:
-    """Return the BOS of tokenizer_config.json, or that of config.json. Raises UserError: it is not a token of the
-    model.
-    """
+    """Return the BOS of tokenizer_config.json, or that of config.json."""
     file = folder / "tokenizer_config.json"
     token = read_json(file, "model.source").get("bos_token") if file.is_file() else None
     token = token.get("content") if isinstance(token, dict) else token

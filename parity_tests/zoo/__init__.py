@@ -1,9 +1,10 @@
 """The zoo: real bugs as small reversible patches of the candidate, to ask a gate which of them it catches.
 
-A bug is one variable of a file in `parity_tests/zoo/bugs/`, and under the same name an entry of `bugs.yaml`, which says
-what it is and where it happened:
+A bug is one name in a file of `parity_tests/zoo/bugs/`, and under the same name an entry of `bugs.yaml`, which says
+what it is and where it happened. Mostly it is the function that is put in another's place:
 
-    rope_interleaved = Bug(lambda: rotation(_interleave))
+    @bug(rotation)
+    def rope_interleaved(q_BHTD, k_BKTD, cos_BTD, sin_BTD): ...
 
 Nothing else has to know of it. A bug touches torchtrain, transformers or torch, never oracle or judge.
 """
@@ -45,6 +46,11 @@ class Bug:
     name: str = ""
 
 
+def bug(apply: Callable[..., AbstractContextManager[Any]], *given: Any) -> Callable[[Callable[..., Any]], Bug]:
+    """Make a decorator. The bug is `apply(*given, function)` of the function that it decorates."""
+    return lambda function: Bug(lambda: apply(*given, function))
+
+
 @cache
 def discover() -> Mapping[str, Bug]:
     """Every bug by name, in alphabetical order."""
@@ -53,9 +59,9 @@ def discover() -> Mapping[str, Bug]:
     said = yaml.safe_load((Path(__file__).parent / "bugs.yaml").read_text(encoding="utf-8"))
     found = {}
     for module in pkgutil.iter_modules(package.__path__):
-        for name, bug in vars(importlib.import_module(f"{package.__name__}.{module.name}")).items():
-            if isinstance(bug, Bug):
+        for name, value in vars(importlib.import_module(f"{package.__name__}.{module.name}")).items():
+            if isinstance(value, Bug):
                 assert name not in found, f"two bugs are named {name}"
-                found[name] = replace(bug, name=name, **said.pop(name))
+                found[name] = replace(value, name=name, **said.pop(name))
     assert not said, f"bugs.yaml has entries without a bug: {', '.join(said)}"
     return MappingProxyType(dict(sorted(found.items())))

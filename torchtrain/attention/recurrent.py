@@ -115,9 +115,7 @@ def _run(
     plan: AttentionPlan | None = None,
     **given: Any,
 ) -> Tensor:
-    """Compute a layer's output [B, T, M] for hidden states [B, T, M]. Raises UserError: a KV cache, a padding mask, or
-    documents that are given in another way.
-    """
+    """Compute a layer's output [B, T, M] for hidden states [B, T, M]."""
     forward = type(module).forward
     if plan is None and document_ids is None:
         return forward(module, hidden_states, **given)
@@ -140,9 +138,7 @@ def _run_model(
     plan: AttentionPlan | None = None,
     **given: Any,
 ) -> Any:
-    """Compute a model's output: its hidden states are [B, T, M], and 0 at padding. Raises UserError: what one document
-    does not have: a KV cache, padding, statistics of routers.
-    """
+    """Compute a model's output: its hidden states are [B, T, M], and 0 at padding."""
     forward, held = type(decoder).forward, getattr(decoder, _HELD)
     document_ids = held.get("document_ids") if document_ids is None else document_ids
     plan = plan or held.get("plan")

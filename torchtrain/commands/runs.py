@@ -61,9 +61,7 @@ def train(
 
 
 def _check_cheaply(config: "Config") -> None:
-    """Refuse a missing package, and what a look at the model's folder and the documents shows. Raises UserError: it is
-    so.
-    """
+    """Refuse a missing package, and what a look at the model's folder and the documents shows."""
     from torchtrain.modeling.source import check_kept_length, check_source
 
     config.log.check_installed()

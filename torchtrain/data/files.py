@@ -380,9 +380,7 @@ def _load_dataset(source: Source, streaming: bool) -> Any:
 
 
 def _check_hub(source: Source) -> None:
-    """Ask the hub for a data set once, with a time limit. datasets itself would ask for minutes. Raises UserError: it
-    is a file, or the hub does not give it.
-    """
+    """Ask the hub for a data set once, with a time limit. datasets itself would ask for minutes."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -213,7 +213,7 @@ def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
 
 def _check_rank(rank: int, layers: dict[str, nn.Linear]) -> None:
     """Check that at least one of the layers that get adapters has so high a rank itself: a product of narrower matrices
-    cannot have more. Beside it there may be narrower ones, such as a router. Raises UserError: none has.
+    cannot have more. Beside it there may be narrower ones, such as a router.
     """
     name, widest = max(layers.items(), key=lambda item: min(item[1].in_features, item[1].out_features))
     most = min(widest.in_features, widest.out_features)
@@ -225,7 +225,7 @@ def _check_rank(rank: int, layers: dict[str, nn.Linear]) -> None:
 
 
 def _named_by(ends: Iterable[str], owners: list[str], model: "PreTrainedModel") -> list[str]:
-    """Return the modules that `also_train` names. Raises UserError: an end is that of none."""
+    """Return the modules that `also_train` names."""
 
     def found() -> Iterator[str]:
         for end in ends:

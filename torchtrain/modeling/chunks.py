@@ -223,9 +223,7 @@ class _RMSNorm(_Form):
 
 
 def _forms(model: nn.Module) -> Iterator[_Form]:
-    """Yield what is computed in chunks: the MLP of each layer, and every norm. Raises UserError: a layer has one of
-    another kind.
-    """
+    """Yield what is computed in chunks: the MLP of each layer, and every norm."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

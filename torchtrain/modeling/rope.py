@@ -289,9 +289,7 @@ def _record_original_length(config: "PretrainedConfig", new: dict[str, Any], ori
 
 
 def _change_what_repeats_it(config: "PretrainedConfig", old: float, new: float) -> None:
-    """Set fields that repeat what RoPE's parameters say, or that transformers cannot do without. Raises UserError: a
-    family sets theta layer by layer (Granite with windows), and some differ from the one that changes.
-    """
+    """Set fields that repeat what RoPE's parameters say, or that transformers cannot do without."""
     thetas: list[float] | None = getattr(config, "layer_rope_theta", None)
     if thetas and new != old:
         if any(theta not in (0, old) for theta in thetas):  # 0: a layer without RoPE

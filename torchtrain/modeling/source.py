@@ -292,9 +292,7 @@ def open_tokenizer(source: str, trust_remote_code: bool = False) -> "PreTrainedT
 
 
 def _explain_tokenizer(source: str) -> None:
-    """Say it better than the library, where a folder holds no tokenizer, or one that is no JSON. Raises UserError: it
-    does.
-    """
+    """Say it better than the library, where a folder holds no tokenizer, or one that is no JSON."""
     folder = Path(source)
     whole = folder / "tokenizer.json"
     if whole.is_file():

@@ -141,9 +141,7 @@ def take_steps(
 
 
 def _leave_out(strategy: Strategy, guard: Guard, number: int, fault: str, result: StepResult) -> None:
-    """Note a bad step, or end the run with it. Raises UserError, OtherRankFailed: weights are not finite, or the step
-    is one too many.
-    """
+    """Note a bad step, or end the run with it."""
     with strategy.world.together():
         # Weights that are not numbers make every step a bad one: leaving steps out would be of no use.
         check_finite(strategy, f"before step {number}", f"so {fault}; lower train.learning_rate and train anew")

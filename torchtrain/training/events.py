@@ -187,7 +187,7 @@ def read_metrics(path: Path, last: int | None = None) -> list[dict[str, Any]]:
 
 def _read_end(path: Path, lines: int) -> tuple[int, bytes]:
     """Return where the end of a file begins that has more than so many of its last lines, and the end; a short file
-    whole. Raises OSError: as `open_file`; or it has no such end.
+    whole.
     """
     size, length = path.stat().st_size, 1 << 16
     while True:

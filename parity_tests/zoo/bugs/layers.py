@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parity_tests.gate.case import SIZES
-from parity_tests.zoo import Bug, plain
+from parity_tests.zoo import Bug, bug, plain
 from parity_tests.zoo.patch import Context, attention, every_engine, wrap
 from torchtrain.attention import recurrent
 from torchtrain.attention.layer import LayerOptions
@@ -35,7 +35,8 @@ window_off_by_one = Bug(lambda: _options(lambda _, window, **__: {"window": wind
 windows_in_other_layers = Bug(lambda: _options(lambda _, window, **__: {"window": 6 if window is None else None}))
 
 
-def _by_index_attend(
+@bug(every_engine)
+def window_by_row_index(
     q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
 ) -> tuple[Tensor, None]:
     index_T = torch.arange(q_BTHD.shape[1], device=q_BTHD.device)
@@ -47,14 +48,13 @@ def _by_index_attend(
     return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, replace(layer, window=None), probabilities)
 
 
-window_by_row_index = Bug(lambda: every_engine(_by_index_attend))
-
 anchor_beyond_window = Bug(lambda: _options(lambda _, **__: {"keep_anchor": True, "engine": "dense"}))
 
 anchor_behind_window = Bug(lambda: _options(lambda _, **__: {"keep_anchor": False}))
 
 
-def _cap_after_mask_attend(
+@bug(every_engine)
+def cap_after_mask(
     q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
 ) -> tuple[Tensor, None]:
     cap = layer.softcap or 50.0
@@ -65,12 +65,11 @@ def _cap_after_mask_attend(
     return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, replace(layer, softcap=None), probabilities)
 
 
-cap_after_mask = Bug(lambda: every_engine(_cap_after_mask_attend))
-
 cap_missing = Bug(lambda: _options(lambda _, **__: {"softcap": None}))
 
 
-def _cap_without_gradient_attend(
+@bug(every_engine)
+def cap_without_gradient(
     q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
 ) -> tuple[Tensor, None]:
     cap = layer.softcap or 50.0
@@ -81,17 +80,13 @@ def _cap_without_gradient_attend(
     return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, replace(layer, softcap=None), probabilities)
 
 
-cap_without_gradient = Bug(lambda: every_engine(_cap_without_gradient_attend))
-
-
-def _sink_of_group(kv_heads: int, sinks_H: Tensor | None, **_: Any) -> dict[str, Any]:
+@bug(_options)
+def sink_of_group(kv_heads: int, sinks_H: Tensor | None, **_: Any) -> dict[str, Any]:
     if sinks_H is None:
         return {}
     sinks_KG = sinks_H.view(kv_heads, -1)
     return {"sinks_H": sinks_KG[:, :1].expand_as(sinks_KG).flatten()}
 
-
-sink_of_group = Bug(lambda: _options(_sink_of_group))
 
 sink_without_gradient = Bug(
     lambda: _options(lambda _, sinks_H, **__: {"sinks_H": None if sinks_H is None else sinks_H.detach()})
@@ -110,14 +105,13 @@ def _state(change: Callable[[Tensor], Tensor]) -> Context:
     return wrap(recurrent.run_by_documents, make)
 
 
-def _cut_in_two(ids_BT: Tensor) -> Tensor:
+@bug(_state)
+def state_reset_twice(ids_BT: Tensor) -> Tensor:
     later_BT = (ids_BT == 1).cumsum(1) > (ids_BT == 1).sum(1, keepdim=True) // 2
     return torch.where((ids_BT == 1) & later_BT, ids_BT.max() + 1, ids_BT)
 
 
 state_leaked = Bug(lambda: _state(lambda ids_BT: torch.where(ids_BT == 2, 1, ids_BT)))
-
-state_reset_twice = Bug(lambda: _state(_cut_in_two))
 
 state_without_anchor = Bug(lambda: _state(lambda ids_BT: torch.where(ids_BT == 0, ids_BT.max() + 1, ids_BT)))
 

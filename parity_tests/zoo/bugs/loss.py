@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity_tests.zoo import Bug
+from parity_tests.zoo import Bug, bug
 from parity_tests.zoo.patch import attention, batches, swap, wrap
 from torchtrain.attention.engines.gather import _GatherKeys
 from torchtrain.data.rows import build_row
@@ -38,7 +38,8 @@ anchor_gradient_overwritten = Bug(
 )
 
 
-def _anchor_key_gradient_dropped(attend):
+@bug(attention)
+def anchor_key_gradient_dropped(attend):
     def detach(q, k, v, plan, **options):
         is_anchor = (plan.document_ids_BT == ANCHOR)[:, :, None, None]
         return attend(q, torch.where(is_anchor, k.detach(), k), v, plan, **options)
@@ -46,10 +47,8 @@ def _anchor_key_gradient_dropped(attend):
     return detach
 
 
-anchor_key_gradient_dropped = Bug(lambda: attention(_anchor_key_gradient_dropped))
-
-
-def _anchor_value_gradient_dropped(attend):
+@bug(attention)
+def anchor_value_gradient_dropped(attend):
     def detach(q, k, v, plan, **options):
         is_anchor = (plan.document_ids_BT == ANCHOR)[:, :, None, None]
         return attend(q, k, torch.where(is_anchor, v.detach(), v), plan, **options)
@@ -57,14 +56,12 @@ def _anchor_value_gradient_dropped(attend):
     return detach
 
 
-anchor_value_gradient_dropped = Bug(lambda: attention(_anchor_value_gradient_dropped))
-
-
 _clip_before_accumulation_init = Optimizer.__init__
 
 
+@Bug
 @contextmanager
-def _clip_before_accumulation() -> Iterator[None]:
+def clip_before_accumulation() -> Iterator[None]:
     limit = float("inf")
 
     def init(self, model, train):
@@ -83,32 +80,26 @@ def _clip_before_accumulation() -> Iterator[None]:
         yield
 
 
-clip_before_accumulation = Bug(_clip_before_accumulation)
-
-
-def _cross_document_targets(build):
+@bug(wrap, build_row)
+def cross_document_targets(build):
     def across(spans, pack, *args, **kwargs):
         return build(spans, pack.model_copy(update={"cross_document_targets": True}), *args, **kwargs)
 
     return across
 
 
-cross_document_targets = Bug(lambda: wrap(build_row, _cross_document_targets))
-
-
-def _keep_gradients(masters, parameters):
+@bug(swap, _move_gradients)
+def gradient_accumulated_twice(masters, parameters):
     for master, parameter in zip(masters, parameters, strict=True):
         gradient = parameter.grad.float().clone()
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
-gradient_accumulated_twice = Bug(lambda: swap(_move_gradients, _keep_gradients))
-
-
 _gradient_averaged_over_ranks_backward = Replicated.backward
 
 
-def _average(self, loss, last):
+@bug(patch.object, Replicated, "backward")
+def gradient_averaged_over_ranks(self, loss, last):
     _gradient_averaged_over_ranks_backward(self, loss, last)
     if last:
         for master in self.optimizer.masters:
@@ -116,17 +107,13 @@ def _average(self, loss, last):
                 master.grad /= self.world.size
 
 
-gradient_averaged_over_ranks = Bug(lambda: patch.object(Replicated, "backward", _average))
-
-
-def _shift(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+@bug(batches)
+def labels_shifted_twice(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch | {"shift_labels": F.pad(batch["shift_labels"][:, 1:], (0, 1), value=IGNORED)}
 
 
-labels_shifted_twice = Bug(lambda: batches(_shift))
-
-
-def _last_micro_batch_only(original):
+@bug(wrap, hidden_states)
+def last_micro_batch_only(original):
     def clear(model, batch, plan=None):
         model.zero_grad()
         return original(model, batch, plan)
@@ -134,17 +121,13 @@ def _last_micro_batch_only(original):
     return clear
 
 
-last_micro_batch_only = Bug(lambda: wrap(hidden_states, _last_micro_batch_only))
-
-
-def _round_logits(losses):
+@bug(wrap, _losses)
+def logits_in_bf16(losses):
     return lambda logits_nV, *rest: losses(logits_nV.bfloat16().to(logits_nV.dtype), *rest)
 
 
-logits_in_bf16 = Bug(lambda: wrap(_losses, _round_logits))
-
-
-def _loss_chunk_remainder_dropped(original):
+@bug(wrap, chunked_cross_entropy)
+def loss_chunk_remainder_dropped(original):
     def whole_chunks(head, hidden, labels, chunk, **how):
         kept = len(labels) // chunk * chunk
         return original(head, hidden, Labels(labels.index_n[:kept], labels.labels_n[:kept]), chunk, **how)
@@ -152,10 +135,8 @@ def _loss_chunk_remainder_dropped(original):
     return whole_chunks
 
 
-loss_chunk_remainder_dropped = Bug(lambda: wrap(chunked_cross_entropy, _loss_chunk_remainder_dropped))
-
-
-def _loss_gradient_of_last_chunk(original):
+@bug(wrap, chunked_cross_entropy)
+def loss_gradient_of_last_chunk(original):
     def last_chunk(head, hidden, labels, chunk, **how):
         before = max(len(labels) - 1, 0) // chunk * chunk
         total, each = original(head, hidden, labels, chunk, **how)
@@ -169,9 +150,6 @@ def _loss_gradient_of_last_chunk(original):
     return last_chunk
 
 
-loss_gradient_of_last_chunk = Bug(lambda: wrap(chunked_cross_entropy, _loss_gradient_of_last_chunk))
-
-
 _loss_per_micro_batch_losses = Replicated.losses
 
 
@@ -180,28 +158,25 @@ def _mean_losses(self, part, plan, chunk, scale=1.0):
     return total / (part["shift_labels"] != IGNORED).sum().clamp(min=1), each_Bt
 
 
+@Bug
 @contextmanager
-def _loss_per_micro_batch() -> Iterator[None]:
+def loss_per_micro_batch() -> Iterator[None]:
     with patch.object(Replicated, "losses", _mean_losses), swap(sum_weights, lambda parts, world: len(parts)):
         yield
-
-
-loss_per_micro_batch = Bug(_loss_per_micro_batch)
 
 
 def _own_labels(parts, world):
     return sum_weights(parts, ALONE) * world.size
 
 
-def _first_row(original):
+@bug(wrap, find_labels)
+def labels_of_first_row(original):
     def find(shift_labels, *more):
         first = torch.arange(len(shift_labels))[:, None] == 0
         return original(torch.where(first, shift_labels, IGNORED), *more)
 
     return find
 
-
-labels_of_first_row = Bug(lambda: wrap(find_labels, _first_row))
 
 losses_of_other_domains = Bug(
     lambda: patch.object(
@@ -212,7 +187,8 @@ losses_of_other_domains = Bug(
 loss_per_rank = Bug(lambda: swap(sum_weights, _own_labels))
 
 
-def _masked_tokens_counted(original):
+@bug(wrap, chunked_cross_entropy)
+def masked_tokens_counted(original):
     def dilute(head, hidden, labels, chunk, **how):
         total, each = original(head, hidden, labels, chunk, **how)
         share = len(labels) / each.numel()
@@ -221,30 +197,24 @@ def _masked_tokens_counted(original):
     return dilute
 
 
-masked_tokens_counted = Bug(lambda: wrap(chunked_cross_entropy, _masked_tokens_counted))
-
-
 _reduced_every_micro_batch_backward = Replicated.backward
 
 
-def _at_once(self, loss, last):
+@bug(patch.object, Replicated, "backward")
+def reduced_every_micro_batch(self, loss, last):
     _reduced_every_micro_batch_backward(self, loss, last=True)
-
-
-reduced_every_micro_batch = Bug(lambda: patch.object(Replicated, "backward", _at_once))
 
 
 _reduced_first_micro_batch_backward = Replicated.backward
 
 
-def _at_first(self, loss, last):
+@bug(patch.object, Replicated, "backward")
+def reduced_first_micro_batch(self, loss, last):
     _reduced_first_micro_batch_backward(self, loss, last=not last)
 
 
-reduced_first_micro_batch = Bug(lambda: patch.object(Replicated, "backward", _at_first))
-
-
-def _tag_trained_on(build):
+@bug(wrap, build_row)
+def tag_trained_on(build):
     def unmask(*args, **kwargs):
         row = build(*args, **kwargs)
         documents, labels, ids = row["document_ids"], row["shift_labels"], row["input_ids"]
@@ -255,7 +225,8 @@ def _tag_trained_on(build):
     return unmask
 
 
-def _unshifted(build):
+@bug(wrap, build_row)
+def answers_mask_unshifted(build):
     def of_this_token(spans, *args, **kwargs):
         moved = [span if span.targets is None else span._replace(targets=np.roll(span.targets, 1)) for span in spans]
         return build(moved, *args, **kwargs)
@@ -263,26 +234,19 @@ def _unshifted(build):
     return of_this_token
 
 
-answers_mask_unshifted = Bug(lambda: wrap(build_row, _unshifted))
-
-
-def _count_before_the_mask(batches, world):
+@bug(swap, sum_weights)
+def answers_counted_before_the_mask(batches, world):
     """Every token whose next one is of its document."""
     rows = [batch.part["document_ids"] for batch in batches]
     (count,) = world.sum([sum(int((x[:, 1:] == x[:, :-1]).logical_and(x[:, 1:] > ANCHOR).sum()) for x in rows)])
     return count
 
 
-answers_counted_before_the_mask = Bug(lambda: swap(sum_weights, _count_before_the_mask))
-
-
-tag_trained_on = Bug(lambda: wrap(build_row, _tag_trained_on))
-
-
 _tied_embeddings_untied_load = nn.Module.load_state_dict
 
 
-def _load_and_untie(self, *args, **kwargs):
+@bug(patch.object, nn.Module, "load_state_dict")
+def tied_embeddings_untied(self, *args, **kwargs):
     result = _tied_embeddings_untied_load(self, *args, **kwargs)
     config = getattr(self, "config", None)
     if config is not None and config.tie_word_embeddings:
@@ -290,10 +254,8 @@ def _load_and_untie(self, *args, **kwargs):
     return result
 
 
-tied_embeddings_untied = Bug(lambda: patch.object(nn.Module, "load_state_dict", _load_and_untie))
-
-
-def _first_words_only(original):
+@bug(wrap, _add_gradients)
+def vocabulary_beyond_first_part(original):
     def add_gradients(*given):
         losses_n = original(*given)
         for total in given[-1]:
@@ -303,21 +265,17 @@ def _first_words_only(original):
     return add_gradients
 
 
-vocabulary_beyond_first_part = Bug(lambda: wrap(_add_gradients, _first_words_only))
-
-
 _weight_of_the_neighbour_weigh = LossWeights.weigh
 
 
-def _weigh_one_on(self, row, random):
+@bug(patch.object, LossWeights, "weigh")
+def weight_of_the_neighbour(self, row, random):
     weighed = _weight_of_the_neighbour_weigh(self, row, random)
     return weighed | {"weights": np.roll(weighed["weights"], 1)}
 
 
-weight_of_the_neighbour = Bug(lambda: patch.object(LossWeights, "weigh", _weigh_one_on))
-
-
-def _lose_weights(original):
+@bug(wrap, make_micro_batches)
+def weights_lost_in_accumulation(original):
     def make(batches, *more):
         first, *others = batches
         bare = ({name: x for name, x in batch.items() if name != "weights"} for batch in others)
@@ -326,14 +284,10 @@ def _lose_weights(original):
     return make
 
 
-weights_lost_in_accumulation = Bug(lambda: wrap(make_micro_batches, _lose_weights))
-
-
-def _count_tokens(batches, world):
+@bug(swap, sum_weights)
+def weights_divided_by_tokens(batches, world):
     (count,) = world.sum([sum(len(batch.labels) for batch in batches)])
     return count
 
-
-weights_divided_by_tokens = Bug(lambda: swap(sum_weights, _count_tokens))
 
 weights_summed_by_rank = Bug(lambda: swap(sum_weights, _own_labels))

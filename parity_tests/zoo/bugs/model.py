@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity_tests.zoo import Bug
+from parity_tests.zoo import Bug, bug
 from parity_tests.zoo.patch import in_every_family, loaded_weights, wrap
 from torchtrain.modeling.load import load_for_training
 from torchtrain.products import LinearInFloat32, linear
 
 
+@Bug
 @contextmanager
-def _without_bias():
+def attention_bias_dropped():
     """Linear layers without their bias; of the families here, Qwen2's q, k and v have one."""
 
     def forward(self, x):
@@ -23,9 +24,6 @@ def _without_bias():
 
     with patch.object(nn.Linear, "forward", forward), patch.object(LinearInFloat32, "forward", forward):
         yield
-
-
-attention_bias_dropped = Bug(_without_bias)
 
 
 _embed = nn.Embedding.forward
@@ -49,7 +47,8 @@ def _gelu_for_silu_forward(self, x):
 gelu_for_silu = Bug(lambda: in_every_family("MLP", "forward", lambda _: _gelu_for_silu_forward))
 
 
-def _roll(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+@bug(loaded_weights)
+def layers_off_by_one(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     layers = 1 + max((int(i) for i in re.findall(r"layers\.(\d+)\.", " ".join(state_dict))), default=0)
 
     def name_next(name: str) -> str:
@@ -58,17 +57,12 @@ def _roll(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: state_dict[name_next(name)] for name in state_dict}
 
 
-layers_off_by_one = Bug(lambda: loaded_weights(_roll))
-
-
-def _residual_in_half(original):
+@bug(in_every_family, "DecoderLayer", "forward")
+def residual_in_half(original):
     def forward(self, hidden_states, *args, **kwargs):
         return original(self, hidden_states, *args, **kwargs).bfloat16().to(hidden_states.dtype)
 
     return forward
-
-
-residual_in_half = Bug(lambda: in_every_family("DecoderLayer", "forward", _residual_in_half))
 
 
 def _rmsnorm_epsilon_default_forward(self, x: Tensor) -> Tensor:
@@ -111,14 +105,13 @@ rmsnorm_weight_before_cast = Bug(
 _NAME = "model.layers.1.self_attn.o_proj.weight"
 
 
-def _transpose(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+@bug(loaded_weights)
+def weight_transposed(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return state_dict | ({_NAME: state_dict[_NAME].T.contiguous()} if _NAME in state_dict else {})
 
 
-weight_transposed = Bug(lambda: loaded_weights(_transpose))
-
-
-def _round_frequencies(original):
+@bug(wrap, load_for_training)
+def frequencies_rounded_on_loading(original):
     def load(*args, **kwargs):
         model = original(*args, **kwargs)
         rotary = model.model.rotary_emb
@@ -126,6 +119,3 @@ def _round_frequencies(original):
         return model
 
     return load
-
-
-frequencies_rounded_on_loading = Bug(lambda: wrap(load_for_training, _round_frequencies))

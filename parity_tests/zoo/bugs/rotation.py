@@ -10,13 +10,14 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from parity_tests.gate.case import SIZES
-from parity_tests.zoo import Bug
+from parity_tests.zoo import Bug, bug
 from parity_tests.zoo.patch import Context, frequencies, in_every_family, positions, rotation, swap, tables
 from torchtrain.modeling.rope import extend, rotated_dimensions
 from torchtrain.modeling.rotation import rotate_in_float32
 
 
-def _interleave_reversed_reverse(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
+@bug(positions)
+def interleave_reversed(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
     changed = position_ids_BT.clone()
     for row, documents in zip(changed, document_ids_BT, strict=True):
         for document in documents[documents > 0].unique():
@@ -26,18 +27,14 @@ def _interleave_reversed_reverse(position_ids_BT: Tensor, document_ids_BT: Tenso
     return changed
 
 
-interleave_reversed = Bug(lambda: positions(_interleave_reversed_reverse))
-
-
-def _again(rotary, inv_freq_C: Tensor) -> Tensor:
+@bug(frequencies)
+def linear_interpolated_twice(rotary, inv_freq_C: Tensor) -> Tensor:
     parameters = rotary.config.rope_parameters
     return inv_freq_C / parameters["factor"] if parameters["rope_type"] == "linear" else inv_freq_C
 
 
-linear_interpolated_twice = Bug(lambda: frequencies(_again))
-
-
-def _swap(rotary, inv_freq_C: Tensor) -> Tensor:
+@bug(frequencies)
+def llama3_boundaries_swapped(rotary, inv_freq_C: Tensor) -> Tensor:
     if rotary.config.rope_parameters["rope_type"] != "llama3":
         return inv_freq_C
     config = copy.deepcopy(rotary.config)
@@ -46,29 +43,22 @@ def _swap(rotary, inv_freq_C: Tensor) -> Tensor:
     return ROPE_INIT_FUNCTIONS["llama3"](config, inv_freq_C.device)[0]
 
 
-llama3_boundaries_swapped = Bug(lambda: frequencies(_swap))
-
-
-def _keep(rotary, inv_freq_C: Tensor) -> Tensor:
+@bug(frequencies)
+def llama3_not_scaled(rotary, inv_freq_C: Tensor) -> Tensor:
     if rotary.config.rope_parameters["rope_type"] != "llama3":
         return inv_freq_C
     C = inv_freq_C.shape[0]
     return rotary.config.rope_parameters["rope_theta"] ** -(torch.arange(C, device=inv_freq_C.device) / C)
 
 
-llama3_not_scaled = Bug(lambda: frequencies(_keep))
-
-
-def _always_short(rotary, inv_freq_C: Tensor) -> Tensor:
+@bug(frequencies)
+def longrope_short_factors(rotary, inv_freq_C: Tensor) -> Tensor:
     parameters = rotary.config.rope_parameters
     if parameters["rope_type"] != "longrope":
         return inv_freq_C
     C = inv_freq_C.shape[0]
     factor_C = torch.tensor(parameters["short_factor"], device=inv_freq_C.device)
     return parameters["rope_theta"] ** -(torch.arange(C, device=inv_freq_C.device) / C) / factor_C
-
-
-longrope_short_factors = Bug(lambda: frequencies(_always_short))
 
 
 def _static(config, rope, length):
@@ -89,13 +79,11 @@ def _dynamic(rotary, inv_freq_C: Tensor) -> Tensor:
     return (parameters["rope_theta"] * stretch ** ((C - 1) / C)) ** -place_C
 
 
+@Bug
 @contextmanager
-def _ntk_exponent() -> Iterator[None]:
+def ntk_exponent() -> Iterator[None]:
     with swap(extend, _static), frequencies(_dynamic):
         yield
-
-
-ntk_exponent = Bug(_ntk_exponent)
 
 
 _CACHED = 2048
@@ -103,52 +91,40 @@ _CACHED = 2048
 positions_clamped = Bug(lambda: positions(lambda position_ids_BT, _: position_ids_BT.clamp(max=_CACHED - 1)))
 
 
-def _arange(position_ids_BT: Tensor, _: Tensor) -> Tensor:
+@bug(positions)
+def positions_ignored(position_ids_BT: Tensor, _: Tensor) -> Tensor:
     return torch.arange(position_ids_BT.shape[1], device=position_ids_BT.device).expand_as(position_ids_BT)
 
 
-positions_ignored = Bug(lambda: positions(_arange))
-
-
-def _first_row(position_ids_BT: Tensor, _: Tensor) -> Tensor:
+@bug(positions)
+def positions_of_first_row(position_ids_BT: Tensor, _: Tensor) -> Tensor:
     return position_ids_BT[:1].expand_as(position_ids_BT)
 
 
-positions_of_first_row = Bug(lambda: positions(_first_row))
-
-
-def _shift(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
+@bug(positions)
+def positions_off_after_boundary(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
     return position_ids_BT + (document_ids_BT - 1).clamp(min=0)
 
 
-positions_off_after_boundary = Bug(lambda: positions(_shift))
-
-
-def _restart(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
+@bug(positions)
+def positions_reset(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
     index_T = torch.arange(position_ids_BT.shape[1], device=position_ids_BT.device)
     begins_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
     return index_T - torch.where(begins_BT, index_T, 0).cummax(dim=1).values
 
 
-positions_reset = Bug(lambda: positions(_restart))
-
-
-def _rope_angles_in_bf16(_: object, position_ids_BT: Tensor, inv_freq_C: Tensor) -> tuple[Tensor, Tensor]:
+@bug(tables)
+def rope_angles_in_bf16(_: object, position_ids_BT: Tensor, inv_freq_C: Tensor) -> tuple[Tensor, Tensor]:
     angle = (position_ids_BT[..., None].float() * inv_freq_C).bfloat16().float()
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
 
 
-rope_angles_in_bf16 = Bug(lambda: tables(_rope_angles_in_bf16))
-
-
-def _partial(_: object, inv_freq_C: Tensor) -> Tensor:
+@bug(frequencies)
+def rope_half_of_the_head(_: object, inv_freq_C: Tensor) -> Tensor:
     C = inv_freq_C.shape[0]
     return torch.where(torch.arange(C, device=inv_freq_C.device) < C // 2, inv_freq_C, 0)
-
-
-rope_half_of_the_head = Bug(lambda: frequencies(_partial))
 
 
 def _rotate(x_BHTD: Tensor, cos_B1TD: Tensor, sin_B1TD: Tensor) -> Tensor:
@@ -157,12 +133,10 @@ def _rotate(x_BHTD: Tensor, cos_B1TD: Tensor, sin_B1TD: Tensor) -> Tensor:
     return x_BHTD * cos + turned * sin
 
 
-def _interleave(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+@bug(rotation)
+def rope_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
-
-
-rope_interleaved = Bug(lambda: rotation(_interleave))
 
 
 rope_inv_freq_in_bf16 = Bug(lambda: frequencies(lambda _, inv_freq_C: inv_freq_C.bfloat16().float()))
@@ -176,33 +150,28 @@ def _turn(x: Tensor) -> Tensor:
     return torch.cat((second, -first), dim=-1)
 
 
-def _backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+@bug(rotation)
+def rope_sign(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + _turn(q) * sin, k * cos + _turn(k) * sin
 
 
-rope_sign = Bug(lambda: rotation(_backwards))
-
-
-def _oppose(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+@bug(rotation)
+def rope_sign_of_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     from transformers.models.llama.modeling_llama import rotate_half
 
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + rotate_half(q) * sin, k * cos - rotate_half(k) * sin
 
 
-rope_sign_of_keys = Bug(lambda: rotation(_oppose))
-
-
-def _ten_times_the_base(_: object, inv_freq_C: Tensor) -> Tensor:
+@bug(frequencies)
+def rope_theta(_: object, inv_freq_C: Tensor) -> Tensor:
     C = inv_freq_C.shape[0]
     return inv_freq_C * 10.0 ** -(torch.arange(C, device=inv_freq_C.device) / C)
 
 
-rope_theta = Bug(lambda: frequencies(_ten_times_the_base))
-
-
-def _yarn_ramp_reversed_reverse(rotary, inv_freq_C: Tensor) -> Tensor:
+@bug(frequencies)
+def yarn_ramp_reversed(rotary, inv_freq_C: Tensor) -> Tensor:
     parameters = rotary.config.rope_parameters
     if parameters["rope_type"] != "yarn":
         return inv_freq_C
@@ -212,20 +181,13 @@ def _yarn_ramp_reversed_reverse(rotary, inv_freq_C: Tensor) -> Tensor:
     return kept_C + interpolated_C - inv_freq_C  # the two blends of a ramp and of its reverse add up to this
 
 
-yarn_ramp_reversed = Bug(lambda: frequencies(_yarn_ramp_reversed_reverse))
-
-
-def _yarn_without_attention_factor(original):
+@bug(in_every_family, "RotaryEmbedding", "forward")
+def yarn_without_attention_factor(original):
     def forward(self, x, position_ids):
         with patch.object(self, "attention_scaling", 1.0):
             return original(self, x, position_ids)
 
     return forward
-
-
-yarn_without_attention_factor = Bug(
-    lambda: in_every_family("RotaryEmbedding", "forward", _yarn_without_attention_factor)
-)
 
 
 def _rotated(count: Callable[[int, int], tuple[int, int]]) -> Context:
@@ -251,7 +213,8 @@ partial_of_whole_frequencies = Bug(lambda: _rotated(lambda D, R: (R, D)))
 partial_rounded_up = Bug(lambda: _rotated(lambda D, R: (R + -R % 8, R + -R % 8)))
 
 
-def _rotate_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+@bug(rotation)
+def partial_at_the_end(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     R = cos.shape[-1]
 
@@ -262,15 +225,10 @@ def _rotate_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     return turn(q), turn(k)
 
 
-partial_at_the_end = Bug(lambda: rotation(_rotate_last))
-
-
 rotation_in_half = Bug(lambda: swap(rotate_in_float32, lambda model: None))
 
 
-def _table_in_bf16(rotary, position_ids_BT: Tensor, inv_freq_C: Tensor) -> tuple[Tensor, Tensor]:
+@bug(tables)
+def rope_table_in_bf16(rotary, position_ids_BT: Tensor, inv_freq_C: Tensor) -> tuple[Tensor, Tensor]:
     angle = position_ids_BT[..., None].float() * torch.cat((inv_freq_C, inv_freq_C))
     return angle.cos().bfloat16().float(), angle.sin().bfloat16().float()
-
-
-rope_table_in_bf16 = Bug(lambda: tables(_table_in_bf16))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity_tests.zoo import Bug
+from parity_tests.zoo import Bug, bug
 from parity_tests.zoo.patch import batches, documents, swap, wrap
 from torchtrain.checkpoint.state import fill_masters
 from torchtrain.checkpoint.store import Checkpoints
@@ -60,20 +60,20 @@ cut_repeats_a_token = Bug(
 _targets_of = Documents.targets_of
 
 
-def _targets_of_another(self, index, start, stop):
+@bug(patch.object, Documents, "targets_of")
+def answers_of_another_document(self, index, start, stop):
     other = (index + 2) % len(self)
     found = _targets_of(self, other, 0, int(self.lengths[other]))
     return None if found is None else np.resize(found, stop)[start:]
 
-
-answers_of_another_document = Bug(lambda: patch.object(Documents, "targets_of", _targets_of_another))
 
 answers_mask_lost_at_a_cut = Bug(
     lambda: patch.object(Documents, "targets_of", lambda self, i, a, b: _targets_of(self, i, 0, b - a))
 )
 
 
-def _label_a_single_anchor(original):
+@bug(wrap, build_row)
+def anchor_labelled_in_intra(original):
     def build(spans, pack, anchor_ids, *args, **rest):
         row = original(spans, pack, anchor_ids, *args, **rest)
         if len(anchor_ids) == 1 and not pack.base_variant.has_anchor and not pack.interleave and not pack.tag:
@@ -83,30 +83,24 @@ def _label_a_single_anchor(original):
     return build
 
 
-anchor_labelled_in_intra = Bug(lambda: wrap(build_row, _label_a_single_anchor))
-
-
-def _first_column(batch):
+@bug(batches)
+def first_column_not_counted(batch):
     labels = batch["shift_labels"].clone()
     labels[:, 0] = IGNORED
     return batch | {"shift_labels": labels}
 
 
-first_column_not_counted = Bug(lambda: batches(_first_column))
-
-
 # -- the split ---------------------------------------------------------------------------------------------------------
 
 
-def _train_on_all(original):
+@bug(wrap, split_documents)
+def held_out_trained_on(original):
     def split(store, share, seed):
         found = original(store, share, seed)
         return Split(np.arange(len(store)), found.held_out, found.moved)
 
     return split
 
-
-held_out_trained_on = Bug(lambda: wrap(split_documents, _train_on_all))
 
 split_of_one_seed = Bug(lambda: _streams(lambda key: (HELD_OUT, 0) if key[0] == HELD_OUT else key))
 
@@ -116,15 +110,14 @@ split_of_one_seed = Bug(lambda: _streams(lambda key: (HELD_OUT, 0) if key[0] == 
 _restore = Checkpoints.load
 
 
-def _forgetful_load(self, state, manifest, world):
+@bug(patch.object, Checkpoints, "load")
+def moments_lost_on_resuming(self, state, manifest, world):
     _restore(self, state, manifest, world)
     optimizer, masters = state._adamw()
     for master in masters:
         for name in ("exp_avg", "exp_avg_sq"):
             optimizer.state[master][name].zero_()
 
-
-moments_lost_on_resuming = Bug(lambda: patch.object(Checkpoints, "load", _forgetful_load))
 
 masters_of_rounded_weights = Bug(lambda: swap(fill_masters, lambda state, source: ""))
 
@@ -145,12 +138,10 @@ def _after_loading(change):
     return wrap(load_for_training, make)
 
 
-def _untie(model):
+@bug(_after_loading)
+def ties_broken_on_loading(model):
     if model.config.tie_word_embeddings:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-
-
-ties_broken_on_loading = Bug(lambda: _after_loading(_untie))
 
 
 def _export_with(change):
@@ -180,23 +171,19 @@ def _exported_config(change):
         yield
 
 
-def _old_theta(written):
+@bug(_exported_config)
+def exported_theta_is_old(written):
     written["rope_theta"] = written["rope_parameters"]["rope_theta"] = 10_000.0
-
-
-exported_theta_is_old = Bug(lambda: _exported_config(_old_theta))
 
 
 _extend = rope.extend
 
 
-def _length_stays(config, *args):
+@bug(swap, _extend)
+def held_length_stays(config, *args):
     extended = _extend(config, *args)
     extended.max_position_embeddings = config.max_position_embeddings
     return extended
-
-
-held_length_stays = Bug(lambda: swap(_extend, _length_stays))
 
 
 # -- RoPE as it is set -------------------------------------------------------------------------------------------------
@@ -256,7 +243,8 @@ second_extension_compounds = Bug(
 # -- padding -----------------------------------------------------------------------------------------------------------
 
 
-def _padding_inside_is_seen(ids: Tensor) -> Tensor:
+@bug(documents)
+def padding_inside_is_seen(ids: Tensor) -> Tensor:
     """Padding that a document's tokens follow belongs to the document before it."""
     T = ids.shape[1]
     last = torch.where(ids != PADDING, torch.arange(T, device=ids.device), 0).amax(1, keepdim=True)
@@ -267,14 +255,9 @@ def _padding_inside_is_seen(ids: Tensor) -> Tensor:
     return filled
 
 
-padding_inside_is_seen = Bug(lambda: documents(_padding_inside_is_seen))
-
-
-def _padding_splits(ids: Tensor) -> Tensor:
+@bug(documents)
+def padding_splits_a_document(ids: Tensor) -> Tensor:
     """A document that padding interrupts goes on as another."""
     breaks = ((ids[:, 1:] != PADDING) & (ids[:, :-1] == PADDING)).cumsum(1)
     part = torch.nn.functional.pad(breaks, (1, 0))
     return torch.where(ids > ANCHOR, ids + 1000 * part, ids)
-
-
-padding_splits_a_document = Bug(lambda: documents(_padding_splits))

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from parity_tests.zoo import Bug, plain
+from parity_tests.zoo import Bug, bug, plain
 from parity_tests.zoo.patch import rates, settings, swap
 from torchtrain.training.optimizer import Optimizer, _master, _move_gradients
 from torchtrain.training.strategy import Replicated
@@ -57,14 +57,12 @@ class _AdamKeepsTheLargest(torch.optim.AdamW):
 adam_keeps_the_largest = Bug(lambda: patch.object(torch.optim, "AdamW", _AdamKeepsTheLargest))
 
 
-def _add_in_half(masters, parameters):
+@bug(swap, _move_gradients)
+def gradient_sums_in_half(masters, parameters):
     for master, parameter in zip(masters, parameters, strict=True):
         gradient = parameter.grad.float()
         total = gradient if master.grad is None else (master.grad + gradient).to(parameter.dtype).float()
         master.grad, parameter.grad = total, None
-
-
-gradient_sums_in_half = Bug(lambda: swap(_move_gradients, _add_in_half))
 
 
 clip_missing = Bug(lambda: patch.object(nn.utils, "clip_grads_with_norm_", lambda *_, **__: None))
@@ -76,40 +74,32 @@ clip_norm_default = Bug(lambda: settings(clip_norm=1.0))
 _make_optimizer = Optimizer.__init__
 
 
-def _with_a_limit(self, model, train):
+@bug(patch.object, Optimizer, "__init__")
+def clips_where_none_is(self, model, train):
     _make_optimizer(self, model, train)
     self.clip_norm = self.clip_norm or 1.0
 
 
-clips_where_none_is = Bug(lambda: patch.object(Optimizer, "__init__", _with_a_limit))
-
-
-def _clip_each(parameters, max_norm, total_norm, foreach=None):
+@bug(patch.object, nn.utils, "clip_grads_with_norm_")
+def clip_per_parameter(parameters, max_norm, total_norm, foreach=None):
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_((max_norm / (parameter.grad.norm() + 1e-6)).clamp(max=1))
 
 
-clip_per_parameter = Bug(lambda: patch.object(nn.utils, "clip_grads_with_norm_", _clip_each))
-
-
 _torch_clip = nn.utils.clip_grads_with_norm_
 
 
-def _clip_by_matrices(parameters, max_norm, total_norm, foreach=None):
+@bug(patch.object, nn.utils, "clip_grads_with_norm_")
+def clip_by_matrices(parameters, max_norm, total_norm, foreach=None):
     parameters = list(parameters)
     norms = [parameter.grad.norm() for parameter in parameters if parameter.ndim >= 2 and parameter.grad is not None]
     _torch_clip(parameters, max_norm, torch.stack(norms).norm())
 
 
-clip_by_matrices = Bug(lambda: patch.object(nn.utils, "clip_grads_with_norm_", _clip_by_matrices))
-
-
-def _from_the_start(rate, step, train):
+@bug(rates)
+def decay_counts_warmup(rate, step, train):
     return rate(step, train if step < train.warmup_steps else train.model_copy(update={"warmup_steps": 0}))
-
-
-decay_counts_warmup = Bug(lambda: rates(_from_the_start))
 
 
 gradients_not_cleared = Bug(
@@ -146,12 +136,10 @@ infinite_gradient_kept = Bug(_in_an_infinite_step(lambda self, _: None))
 _learning_rate_set_once_step = Optimizer.step
 
 
-def _at_the_first_rate(self, learning_rate, *found):
+@bug(patch.object, Optimizer, "step")
+def learning_rate_set_once(self, learning_rate, *found):
     self.first_rate = getattr(self, "first_rate", learning_rate)
     return _learning_rate_set_once_step(self, self.first_rate, *found)
-
-
-learning_rate_set_once = Bug(lambda: patch.object(Optimizer, "step", _at_the_first_rate))
 
 
 no_master_weights = Bug(lambda: swap(_master, lambda parameter: parameter))
@@ -160,54 +148,43 @@ no_master_weights = Bug(lambda: swap(_master, lambda parameter: parameter))
 _norm_after_clipping_step = Optimizer.step
 
 
-def _clip(self, learning_rate, *found):
+@bug(patch.object, Optimizer, "step")
+def norm_after_clipping(self, learning_rate, *found):
     norm = _norm_after_clipping_step(self, learning_rate, *found)
     return norm if self.clip_norm is None else min(norm, self.clip_norm)
 
 
-norm_after_clipping = Bug(lambda: patch.object(Optimizer, "step", _clip))
-
-
-def _by_micro_batch(rate, step, train):
+@bug(rates)
+def schedule_counts_micro_batches(rate, step, train):
     return rate(min(step * train.sequences_per_step // train.micro_batch, train.steps - 1), train)
 
 
-schedule_counts_micro_batches = Bug(lambda: rates(_by_micro_batch))
-
-
-def _next(rate, step, train):
+@bug(rates)
+def schedule_one_step_ahead(rate, step, train):
     return rate(min(step + 1, train.steps - 1), train)
 
 
-schedule_one_step_ahead = Bug(lambda: rates(_next))
-
-
-def _to_zero(rate, step, train):
+@bug(rates)
+def schedule_without_floor(rate, step, train):
     return rate(step, train.model_copy(update={"min_learning_rate_share": 0.0}))
 
 
-schedule_without_floor = Bug(lambda: rates(_to_zero))
-
-
-def _from_zero(rate, step, train):
+@bug(rates)
+def warmup_from_zero(rate, step, train):
     return rate(step, train) * step / (step + 1) if step < train.warmup_steps else rate(step, train)
 
 
-warmup_from_zero = Bug(lambda: rates(_from_zero))
-
-
-def _at_the_peak(rate, step, train):
+@bug(rates)
+def warmup_left_out(rate, step, train):
     return rate(max(step, train.warmup_steps), train)
-
-
-warmup_left_out = Bug(lambda: rates(_at_the_peak))
 
 
 _weight_decay_at_the_peak_init = Replicated.__init__
 
 
+@Bug
 @contextmanager
-def _weight_decay_at_the_peak() -> Iterator[None]:
+def weight_decay_at_the_peak() -> Iterator[None]:
     peak = 0.0
 
     def init(self, model, train, *args):
@@ -224,20 +201,15 @@ def _weight_decay_at_the_peak() -> Iterator[None]:
         yield
 
 
-weight_decay_at_the_peak = Bug(_weight_decay_at_the_peak)
-
-
 _weight_decay_groups_swapped_init = torch.optim.AdamW.__init__
 
 
-def _swap(self, params, *args, **kwargs):
+@bug(patch.object, torch.optim.AdamW, "__init__")
+def weight_decay_groups_swapped(self, params, *args, **kwargs):
     groups = list(params)
     decays = [group["weight_decay"] for group in reversed(groups)]
     swapped = [group | {"weight_decay": decay} for group, decay in zip(groups, decays, strict=True)]
     _weight_decay_groups_swapped_init(self, swapped, *args, **kwargs)
-
-
-weight_decay_groups_swapped = Bug(lambda: patch.object(torch.optim.AdamW, "__init__", _swap))
 
 
 weight_decay_in_gradient = Bug(lambda: patch.object(torch.optim, "AdamW", torch.optim.Adam))
@@ -246,10 +218,8 @@ weight_decay_in_gradient = Bug(lambda: patch.object(torch.optim, "AdamW", torch.
 _weight_decay_on_norms_init = torch.optim.AdamW.__init__
 
 
-def _decay_all(self, params, *args, **kwargs):
+@bug(patch.object, torch.optim.AdamW, "__init__")
+def weight_decay_on_norms(self, params, *args, **kwargs):
     groups = list(params)
     decay = max(group["weight_decay"] for group in groups)
     _weight_decay_on_norms_init(self, [group | {"weight_decay": decay} for group in groups], *args, **kwargs)
-
-
-weight_decay_on_norms = Bug(lambda: patch.object(torch.optim.AdamW, "__init__", _decay_all))

@@ -92,8 +92,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 def _import_flash_attn() -> Callable[..., Any] | None:
     """Import flash-attn's varlen function; None where the package is not installed.
 
-    flash-attn-4 alone makes a package `flash_attn` without it. Raises UserError: it is installed and cannot be
-    imported.
+    flash-attn-4 alone makes a package `flash_attn` without it.
     """
     try:
         return importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func
@@ -126,9 +125,7 @@ def _active() -> str | None:
 
 
 def _activate(engine: str, device: torch.device) -> None:
-    """Replace torch's own kernel by a newer generation, once in a process. Raises UserError: another kind of GPU,
-    another generation is active, or the package cannot be imported.
-    """
+    """Replace torch's own kernel by a newer generation, once in a process."""
     newer, active = NEWER[engine], _active()
     if capability(device)[0] not in newer.majors:
         has, name = ".".join(map(str, capability(device))), torch.cuda.get_device_name(device)
