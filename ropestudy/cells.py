@@ -86,9 +86,9 @@ class Bench:
             return result
 
     def key(self, cell: Cell) -> str:
-        """Return a hash of everything that the cell's numbers depend on."""
+        """Return a digest of everything that the cell's numbers depend on."""
         digest = hashlib.sha256(f"{cell!r} {self.config.block} {self.config.seed}".encode())
-        digest.update(f"{self.pretrained.sha256} {self.pretrained.bos} {fingerprint()}".encode())
+        digest.update(f"{self.pretrained.sha256} {self.pretrained.bos} {digest_of_code()}".encode())
         for ids in self.pool.ids:
             digest.update(ids.tobytes())
         return digest.hexdigest()[:40]
@@ -104,8 +104,8 @@ class Bench:
 
 
 @cache
-def fingerprint() -> str:
-    """Return a hash of the sources, the libraries and the device: a cell is computed again when one of them changes."""
+def digest_of_code() -> str:
+    """Return a digest of the sources, libraries and device: a cell is computed again when one of them changes."""
     digest = hashlib.sha256(f"{versions(LIBRARIES)} {jax.devices()[0].device_kind}".encode())
     for root in (Path(package.__path__[0]) for package in (jaxref, ropestudy)):
         for file in sorted(root.rglob("*.py")):

@@ -159,8 +159,8 @@ def _kept_or_run(spec: CaseSpec, oracle: Oracle, out: Path | None) -> CaseReport
     if out is None:
         return run_case(spec, oracle)
     path = out / "cases" / f"{spec.id}.json"
-    models = [_fingerprint_of_model(model) for model in (spec.model, spec.against) if model not in (None, *TINY)]
-    key = hashlib.sha256(f"{spec.model_dump_json()} {_fingerprint()} {models}".encode()).hexdigest()
+    models = [_digest_of_model(model) for model in (spec.model, spec.against) if model not in (None, *TINY)]
+    key = hashlib.sha256(f"{spec.model_dump_json()} {_digest_of_code()} {models}".encode()).hexdigest()
     try:
         kept = _Kept.model_validate_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValidationError, UnicodeDecodeError):
@@ -173,7 +173,7 @@ def _kept_or_run(spec: CaseSpec, oracle: Oracle, out: Path | None) -> CaseReport
     return kept.case
 
 
-def _fingerprint_of_model(model: str) -> str:
+def _digest_of_model(model: str) -> str:
     """Of every file that a model is read from: a checkpoint is written anew under the same name."""
     digest = hashlib.sha256()
     for file in sorted(Path(find_folder(model)).glob("*")):
@@ -184,7 +184,7 @@ def _fingerprint_of_model(model: str) -> str:
 
 
 @cache
-def _fingerprint() -> str:
+def _digest_of_code() -> str:
     """Return a digest of what a case's numbers depend on besides the case: sources, packages, machine, threads."""
     packages = sorted((package.name, package.version) for package in distributions())
     digest = hashlib.sha256(f"{packages} {_hardware()} {torch.get_num_threads()}".encode())

@@ -357,7 +357,7 @@ def test_a_kept_case_depends_on_the_sources_and_on_the_machine(tmp_path, monkeyp
 
     def is_taken() -> bool:
         taken.clear()
-        run._fingerprint.cache_clear()
+        run._digest_of_code.cache_clear()
         run_gate(gate(SPEC), tmp_path / "out")
         return bool(taken)
 
@@ -370,7 +370,7 @@ def test_a_kept_case_depends_on_the_sources_and_on_the_machine(tmp_path, monkeyp
     assert is_taken()
     monkeypatch.setattr(run, "_hardware", lambda: "another")
     assert is_taken()
-    run._fingerprint.cache_clear()
+    run._digest_of_code.cache_clear()
 
 
 def test_what_could_not_be_judged_is_tried_again(tmp_path):

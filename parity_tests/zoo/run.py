@@ -162,7 +162,7 @@ class Tries:
             arrays = self.oracle.side(case)
             if spec not in self._clean:
                 candidate = candidate_side(case)
-                self._clean[spec] = fingerprint(candidate) if judge_case(case, candidate, arrays).passed else None
+                self._clean[spec] = digest_of(candidate) if judge_case(case, candidate, arrays).passed else None
             if self._clean[spec] is None:
                 continue
             try:
@@ -171,7 +171,7 @@ class Tries:
                 return kill(None, broken=f"{type(error).__name__}: {' '.join(str(error).split())}")
             tried += 1
             if not report.passed:
-                return kill(report, fingerprint(candidate_side(case)) == self._clean[spec])
+                return kill(report, digest_of(candidate_side(case)) == self._clean[spec])
         return kill(None)
 
 
@@ -190,7 +190,7 @@ def only(spec: CaseSpec, stage: str) -> CaseSpec:
     return spec.model_copy(update={"stages": (stage,)})
 
 
-def fingerprint(candidate: Mapping[str, np.ndarray]) -> str:
+def digest_of(candidate: Mapping[str, np.ndarray]) -> str:
     """A digest of every bit of a candidate's arrays, their names, shapes and dtypes."""
     digest = hashlib.sha256()
     for name in sorted(candidate):

@@ -181,7 +181,7 @@ def test_a_cell_that_is_damaged_or_of_other_sources_is_computed_again(given, tmp
     damaged.write_text("{")
     assert run_study(config, tmp_path).records == first.records
     assert len(computed) == 1
-    monkeypatch.setattr("ropestudy.cells.fingerprint", lambda: "others")
+    monkeypatch.setattr("ropestudy.cells.digest_of_code", lambda: "others")
     assert run_study(config, tmp_path).records == first.records
     assert len(computed) == 3
 

@@ -11,7 +11,7 @@ from torchtrain.data.dataset import (
     stack_rows,
     tag_ids,
 )
-from torchtrain.data.identity import fingerprint, identity, tokenizer_identity
+from torchtrain.data.identity import fingerprint, identity, tokenizer_digest
 from torchtrain.data.packing import PackPlan, Span
 from torchtrain.data.prepare import prepare, prepare_store
 from torchtrain.data.store import DomainSummary, TokenStore
@@ -36,5 +36,5 @@ __all__ = [
     "split_documents",
     "stack_rows",
     "tag_ids",
-    "tokenizer_identity",
+    "tokenizer_digest",
 ]

@@ -68,11 +68,11 @@ def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
         [(f.place if is_url(f.place) else str(Path(f.place).resolve()), f.bytes, f.version) for f in _files_of(source)]
         for source in data.sources
     ]
-    content = {"tokenizer": tokenizer_identity(tokenizer), "files": files} | identity(data, tokenizer)
+    content = {"tokenizer": tokenizer_digest(tokenizer), "files": files} | identity(data, tokenizer)
     return digest(content)
 
 
-def tokenizer_identity(tokenizer: "PreTrainedTokenizerFast") -> str:
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerFast") -> str:
     """Return a SHA-256, as hex, of how a tokenizer encodes. Raises UserError: it is a slow one, which does not say."""
     if not tokenizer.is_fast:
         raise UserError(f"model.source: {type(tokenizer).__name__} is a slow tokenizer; convert it to a tokenizer.json")
@@ -115,7 +115,7 @@ def open_prepared(data: DataConfig) -> TokenStore:
 def check_prepared(store: TokenStore, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> None:
     """Refuse a prepared store of another tokenizer, or of other sources than those that the config gives."""
     shown = f"data.prepared {quoted(data.prepared)}"
-    if store.header.tokenizer != tokenizer_identity(tokenizer):
+    if store.header.tokenizer != tokenizer_digest(tokenizer):
         raise UserError(f"{shown}: was tokenised by another tokenizer; prepare it with that of model.source")
     if data.sources and store.header.made_of != identity(data.model_copy(update={"prepared": None}), tokenizer):
         raise UserError(

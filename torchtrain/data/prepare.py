@@ -39,7 +39,7 @@ from torchtrain.data.identity import (
     fingerprint,
     identity,
     open_prepared,
-    tokenizer_identity,
+    tokenizer_digest,
 )
 from torchtrain.data.store import HEADER, SourceCount, TokenStore
 from torchtrain.data.writer import PreparationProgress, StoreWriter, Tokeniser, join_shards
@@ -138,7 +138,7 @@ def prepare_store(
         raise UserError(f"--dry-run: prepare.executor is {settings.executor}; only Slurm's script is shown")
     work, shown = out.with_name(out.name + PARTIAL), f"--out {quoted(out)}"
     tasks = list_tasks(data.sources)
-    made_of, encoding = identity(data, tokenizer), tokenizer_identity(tokenizer)
+    made_of, encoding = identity(data, tokenizer), tokenizer_digest(tokenizer)
     name = digest([made_of, encoding, digest_tasks(tasks)])
     maker = MakeShard(work.absolute(), data, tasks, tokenizer, one_thread=settings.executor != "local")
     if dry_run:

@@ -90,7 +90,7 @@ class StoreHeader(BaseModel):
     shards: list[ShardSize]
     has_targets: bool = False  # a file of targets beside each shard's tokens
     has_weights: bool = False  # it holds their weights
-    tokenizer: str | None = None  # its identity; None in a run's cache, where the fingerprint holds it
+    tokenizer: str | None = None  # its digest; None in a run's cache, where the fingerprint holds it
     made_of: dict[str, Any] | None = None  # what the tokens depend on, as JSON; None as above
     mixture: dict[str, Any] | None = None  # the settings by which `repeats.npy` was made
     duplicates_removed: bool = False  # `repeats.npy` is 0 for them

@@ -36,7 +36,7 @@ from torchtrain.data import (
     prepare,
     split_documents,
     tag_ids,
-    tokenizer_identity,
+    tokenizer_digest,
 )
 from torchtrain.data import identity as data_identity
 from torchtrain.data.rows import build_row
@@ -322,7 +322,7 @@ def _identity_of(data: DataConfig, source: Source) -> dict[str, Any]:
         model.pop(transient, None)
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     return {
-        "tokenizer": {"encoding": tokenizer_identity(tokenizer), **ids},
+        "tokenizer": {"encoding": tokenizer_digest(tokenizer), **ids},
         "model": model,
         "data": data_identity(data, tokenizer),
     }

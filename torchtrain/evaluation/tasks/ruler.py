@@ -31,7 +31,7 @@ import numpy as np
 from anchorline.environment import version, versions
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import expand, replace_file
-from torchtrain.data.identity import tokenizer_identity
+from torchtrain.data.identity import tokenizer_digest
 from torchtrain.evaluation.suite import load_suite, room_of
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, quiet_library
 
@@ -113,7 +113,7 @@ def open_samples(
         "samples": suite.samples,
         "seed": suite.seed,
         "chat_template": suite.chat_template,
-        "tokenizer": tokenizer_identity(tokenizer),
+        "tokenizer": tokenizer_digest(tokenizer),
         "materials": materials.identity(task),
         "versions": versions(("anchorline", "lm_eval", "wonderwords", "nltk", "numpy")),
     }
