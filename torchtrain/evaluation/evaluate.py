@@ -20,7 +20,7 @@ from torchtrain.config import PackConfig
 from torchtrain.data.dataset import anchor_ids
 from torchtrain.errors import TasksUnfinished
 from torchtrain.evaluation import results as kept
-from torchtrain.evaluation.measure import Checkpoint, EvaluatedModel, Say, make_job, measure, plan, tasks_of
+from torchtrain.evaluation.measure import Checkpoint, EvaluatedModel, Say, list_jobs, make_job, measure, tasks_of
 from torchtrain.evaluation.suite import IN_2024, Suite
 from torchtrain.evaluation.tasks.index import Job
 from torchtrain.evaluation.tasks.materials import Materials
@@ -66,7 +66,7 @@ def evaluate(
     models = [_open(checkpoint, suite, lengths, anchor, say) for checkpoint in checkpoints]
     with kept.writing_to_out():
         out.mkdir(parents=True, exist_ok=True)
-    jobs = [plan(model, suite, lengths, out, say) for model in models]  # all checks come before any weight
+    jobs = [list_jobs(model, suite, lengths, out, say) for model in models]  # all checks come before any weight
     jobs = [sorted(own, key=lambda job: -job.length) for own in jobs]  # memory that does not suffice shows at once
     if any(jobs) and suite.samples > _FEW and not torch.cuda.is_available():
         say(f"pace      {suite.samples} samples of each task take long without a GPU; a first look: --samples {_FEW}")

@@ -82,7 +82,7 @@ def make_job(task: str, length: int, materials: Materials, model: EvaluatedModel
     return Job(task, length, identity)
 
 
-def plan(
+def list_jobs(
     model: EvaluatedModel,
     suite: Suite,
     lengths: Sequence[int],

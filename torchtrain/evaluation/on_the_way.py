@@ -22,7 +22,7 @@ from torchtrain.checkpoint import rng
 from torchtrain.config import Config
 from torchtrain.data import anchor_ids
 from torchtrain.evaluation.evaluate import check_suite, check_tokenizer
-from torchtrain.evaluation.measure import Checkpoint, EvaluatedModel, measure, plan
+from torchtrain.evaluation.measure import Checkpoint, EvaluatedModel, list_jobs, measure
 from torchtrain.evaluation.results import Settings, Training
 from torchtrain.evaluation.suite import load_suite
 
@@ -76,7 +76,7 @@ class TrainingEvaluation:
         with _keep_generators(), self._name_the_section():
             check_tokenizer(tokenizer, model.name_or_path or "the model", self._suite)
             evaluated = self._evaluated(model, tokenizer, 0)
-            if not plan(evaluated, self._suite, self._lengths, None, lambda line: None, cannot=self._cannot):
+            if not list_jobs(evaluated, self._suite, self._lengths, None, lambda line: None, cannot=self._cannot):
                 (task, length), reason = next(iter(self._cannot.items()))
                 raise UserError(
                     f"no task can run: {task} at {length:,}: {reason}; choose longer lengths or other tasks, or set "
@@ -127,7 +127,7 @@ class TrainingEvaluation:
         try:
             with _keep_generators() as put_back:
                 evaluated = self._evaluated(model, tokenizer, step, training, state_digest(model))
-                jobs = plan(evaluated, self._suite, self._lengths, self.out, say, True, self._cannot)
+                jobs = list_jobs(evaluated, self._suite, self._lengths, self.out, say, True, self._cannot)
                 measure(evaluated, jobs, self._suite, self.out, say=say, pulse=on_batch)
         except Exception as error:
             if ending:

@@ -92,7 +92,6 @@ sink_without_gradient = Bug(
     lambda: _options(lambda _, sinks_H, **__: {"sinks_H": None if sinks_H is None else sinks_H.detach()})
 )
 
-
 _HYBRIDS = "parity_tests/tests/test_hybrids.py"
 
 
@@ -114,7 +113,6 @@ def state_reset_twice(ids_BT: Tensor) -> Tensor:
 state_leaked = Bug(lambda: _state(lambda ids_BT: torch.where(ids_BT == 2, 1, ids_BT)))
 
 state_without_anchor = Bug(lambda: _state(lambda ids_BT: torch.where(ids_BT == 0, ids_BT.max() + 1, ids_BT)))
-
 
 scale_ignored = Bug(lambda: _options(lambda _, **__: {"scale": SIZES["head_dim"] ** -0.5}))
 

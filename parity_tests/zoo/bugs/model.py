@@ -26,6 +26,10 @@ def attention_bias_dropped():
         yield
 
 
+def _instead(class_name, forward):
+    return in_every_family(class_name, "forward", lambda _: forward)
+
+
 _embed = nn.Embedding.forward
 
 embedding_scaled = Bug(
@@ -33,18 +37,14 @@ embedding_scaled = Bug(
 )
 
 
-def _gate_and_up_swapped_forward(self, x):
+@bug(_instead, "MLP")
+def gate_and_up_swapped(self, x):
     return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
 
 
-gate_and_up_swapped = Bug(lambda: in_every_family("MLP", "forward", lambda _: _gate_and_up_swapped_forward))
-
-
-def _gelu_for_silu_forward(self, x):
+@bug(_instead, "MLP")
+def gelu_for_silu(self, x):
     return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
-
-
-gelu_for_silu = Bug(lambda: in_every_family("MLP", "forward", lambda _: _gelu_for_silu_forward))
 
 
 @bug(loaded_weights)
@@ -65,41 +65,31 @@ def residual_in_half(original):
     return forward
 
 
-def _rmsnorm_epsilon_default_forward(self, x: Tensor) -> Tensor:
+@bug(_instead, "RMSNorm")
+def rmsnorm_epsilon_default(self, x: Tensor) -> Tensor:
     epsilon = 1e-5 if self.variance_epsilon == 1e-6 else 1e-6
     wide = x.float()
     return self.weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()).to(x.dtype)
 
 
-rmsnorm_epsilon_default = Bug(lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_epsilon_default_forward))
-
-
-def _rmsnorm_epsilon_outside_forward(self, x: Tensor) -> Tensor:
+@bug(_instead, "RMSNorm")
+def rmsnorm_epsilon_outside(self, x: Tensor) -> Tensor:
     wide = x.float()
     normed = wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
     return self.weight * normed.to(x.dtype)
 
 
-rmsnorm_epsilon_outside = Bug(lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_epsilon_outside_forward))
-
-
-def _rmsnorm_in_half_forward(self, x: Tensor) -> Tensor:
+@bug(_instead, "RMSNorm")
+def rmsnorm_in_half(self, x: Tensor) -> Tensor:
     half = x.bfloat16()
     variance = half.pow(2).mean(-1, keepdim=True)
     return self.weight * (half * torch.rsqrt(variance + self.variance_epsilon)).to(x.dtype)
 
 
-rmsnorm_in_half = Bug(lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_in_half_forward))
-
-
-def _rmsnorm_weight_before_cast_forward(self, x: Tensor) -> Tensor:
+@bug(_instead, "RMSNorm")
+def rmsnorm_weight_before_cast(self, x: Tensor) -> Tensor:
     wide = (self.weight * x).float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
-
-
-rmsnorm_weight_before_cast = Bug(
-    lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_weight_before_cast_forward)
-)
 
 
 _NAME = "model.layers.1.self_attn.o_proj.weight"

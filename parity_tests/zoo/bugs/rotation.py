@@ -141,7 +141,6 @@ def rope_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_d
 
 rope_inv_freq_in_bf16 = Bug(lambda: frequencies(lambda _, inv_freq_C: inv_freq_C.bfloat16().float()))
 
-
 rope_positions_in_bf16 = Bug(lambda: positions(lambda position_ids_BT, _: position_ids_BT.bfloat16().long()))
 
 

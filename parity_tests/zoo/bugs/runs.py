@@ -56,7 +56,6 @@ cut_repeats_a_token = Bug(
     )
 )
 
-
 _targets_of = Documents.targets_of
 
 

@@ -67,9 +67,7 @@ def gradient_sums_in_half(masters, parameters):
 
 clip_missing = Bug(lambda: patch.object(nn.utils, "clip_grads_with_norm_", lambda *_, **__: None))
 
-
 clip_norm_default = Bug(lambda: settings(clip_norm=1.0))
-
 
 _make_optimizer = Optimizer.__init__
 
@@ -106,7 +104,6 @@ gradients_not_cleared = Bug(
     lambda: patch.object(torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: None)
 )
 
-
 _infinite_step = Optimizer.step
 
 
@@ -129,9 +126,7 @@ def _on_zeros(self, learning_rate):
 
 infinite_gradient_zeroed = Bug(_in_an_infinite_step(_on_zeros))
 
-
 infinite_gradient_kept = Bug(_in_an_infinite_step(lambda self, _: None))
-
 
 _learning_rate_set_once_step = Optimizer.step
 
@@ -143,7 +138,6 @@ def learning_rate_set_once(self, learning_rate, *found):
 
 
 no_master_weights = Bug(lambda: swap(_master, lambda parameter: parameter))
-
 
 _norm_after_clipping_step = Optimizer.step
 
@@ -213,7 +207,6 @@ def weight_decay_groups_swapped(self, params, *args, **kwargs):
 
 
 weight_decay_in_gradient = Bug(lambda: patch.object(torch.optim, "AdamW", torch.optim.Adam))
-
 
 _weight_decay_on_norms_init = torch.optim.AdamW.__init__
 
