@@ -56,9 +56,9 @@ def write_report(
 
 
 def _answers(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> Iterator[str]:
-    runs, failed = list(experiment.runs()), sum(not base["passed"] for base in bases.values())
-    left = _left(experiment, measured, bases)
-    done = f"{sum(run in measured for run in runs)} of {len(runs)} runs are measured"
+    failed, left = sum(not base["passed"] for base in bases.values()), _left(experiment, measured, bases)
+    runs = sum(run in measured for run in experiment.runs())
+    done = f"{runs} of {runs + len(left)} runs are measured"
     yield f"{done}; {failed} of {len(bases)} bases did not pass the gate and are left out."
     yield ""
     effects = [estimate(table_of(contrast, measured), experiment.level) for contrast in experiment.contrasts]

@@ -247,7 +247,7 @@ def recomputed(*files: Path) -> list[list[str]]:
 def test_a_script_with_numpy_alone_recomputes_the_page():
     parts = ("", "-control", "-cost")
     lines = recomputed(*(RESULTS / f"training-experiment{part}.json" for part in parts))
-    assert len(lines) == 14
+    assert len(lines) == 18
     for path in CONFIGS:
         if (stored := RESULTS / f"experiment-{path.stem}.json").is_file():
             lines += recomputed(stored)

@@ -49,7 +49,7 @@ def test_a_run_killed_at_any_phase_is_resumed_bitwise(place, straight, phase, nt
 
 
 def test_every_phase_is_killed_at():
-    elsewhere = {"replacement", "config", "tokenizer", "model"}  # test_replace.py, test_faults.py
+    elsewhere = {"replacement", "config", "tokenizer", "model", "record"}  # test_{replace,faults,signals}.py
     assert {phase for phase, _ in KILLS} | elsewhere == set(PHASES)
 
 
