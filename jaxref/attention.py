@@ -35,24 +35,21 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute softmax attention under the mask rule.
 
-    Args:
-        q_BTHD: queries, rotated, any float [B, T, H, D]; cast to the carrier, as k and v are.
-        k_BTKD: keys, rotated, [B, T, K, D]; H is a multiple of K and query head h reads key/value head h // (H / K).
-        v_BTKE: values [B, T, K, E]. E is D, or less in multi-head latent attention.
-        document_ids_BT: integers [B, T]: 0 anchor, 1.. documents, -1 padding.
-        rounding: which sites are rounded (`kv_heads`, `qk`, `scaled`, `probs`, `pv`, `attn_out`) and where the sum is
-            divided out.
-        scale: factor on the logits; default D ** -0.5.
-        query_block: queries at a time; None is all at once. Memory is B H query_block T, and the backward pass
-            recomputes each block.
-        sinks_H: for each query head one more logit of its softmax, which no value follows (gpt-oss); cast to the
-            carrier. The log-sum-exp counts it.
-        softcap: each scaled logit x becomes softcap * tanh(x / softcap) (Gemma 2), rounded at `scaled` after each step.
-        window, keep_anchor: see `jaxref.mask`.
-
-    Returns:
-        out [B, T, H, E] and the log-sum-exp of the logits [B, H, T], both in the carrier. A query that sees nothing
-        (padding) has output 0, log-sum-exp -inf and no gradient.
+    q_BTHD: queries, rotated, any float [B, T, H, D]; cast to the carrier, as k and v are.
+    k_BTKD: keys, rotated, [B, T, K, D]; H is a multiple of K and query head h reads key/value head h // (H / K).
+    v_BTKE: values [B, T, K, E]. E is D, or less in multi-head latent attention.
+    document_ids_BT: integers [B, T]: 0 anchor, 1.. documents, -1 padding.
+    rounding: which sites are rounded (`kv_heads`, `qk`, `scaled`, `probs`, `pv`, `attn_out`) and where the sum is
+        divided out.
+    scale: factor on the logits; default D ** -0.5.
+    query_block: queries at a time; None is all at once. Memory is B H query_block T, and the backward pass
+        recomputes each block.
+    sinks_H: for each query head one more logit of its softmax, which no value follows (gpt-oss); cast to the
+        carrier. The log-sum-exp counts it.
+    softcap: each scaled logit x becomes softcap * tanh(x / softcap) (Gemma 2), rounded at `scaled` after each step.
+    window, keep_anchor: see `jaxref.mask`.
+    Returns out [B, T, H, E] and the log-sum-exp of the logits [B, H, T], both in the carrier. A query that sees nothing
+    (padding) has output 0, log-sum-exp -inf and no gradient.
 
     Raises ValueError: shapes that do not fit each other, a query_block that is not positive.
     """

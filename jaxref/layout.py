@@ -54,16 +54,15 @@ def lay_out(
     `full+interleave` stores the merged row; the others store documents whole. `intra_reset+interleave` is
     `intra_reset`: its positions count within each document.
 
-    Args:
-        lengths: tokens of each document without its tag, all positive.
-        variant: `full`, `intra`, `intra_reset` or `anchor`, each with `+interleave` or without.
-        anchor: tokens of the prefix.
-        padding: tokens after the last document.
-        tag: tokens that open each document; part of it like any other.
-        chunks: pieces a document is cut into.
-        seed: of the merge order.
-        turns: the merge order itself, as `RowLayout.turns`, instead of one drawn from `seed`.
-        targets: of each document, which of its tokens may be predicted; None: all. Its first token never is.
+    lengths: tokens of each document without its tag, all positive.
+    variant: `full`, `intra`, `intra_reset` or `anchor`, each with `+interleave` or without.
+    anchor: tokens of the prefix.
+    padding: tokens after the last document.
+    tag: tokens that open each document; part of it like any other.
+    chunks: pieces a document is cut into.
+    seed: of the merge order.
+    turns: the merge order itself, as `RowLayout.turns`, instead of one drawn from `seed`.
+    targets: of each document, which of its tokens may be predicted; None: all. Its first token never is.
 
     Raises UserError: an unknown variant, a length or a number of chunks that is not positive, turns of other pieces.
     """

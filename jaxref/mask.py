@@ -58,10 +58,9 @@ def visible_BQJ(
 ) -> Any:
     """Materialise the rule for a slice of queries and a slice of keys.
 
-    Args:
-        document_ids_BT: integers [B, T], numpy or JAX.
-        q_slice, k_slice: which queries and keys; None is all.
-        window, keep_anchor: see the rule.
+    document_ids_BT: integers [B, T], numpy or JAX.
+    q_slice, k_slice: which queries and keys; None is all.
+    window, keep_anchor: see the rule.
 
     Returns bool [B, Q, J].
     """

@@ -53,19 +53,18 @@ def check_attention(
 ) -> CheckResult:
     """Judge an attention function on every layout.
 
-    Args:
-        fn: takes q, k, v and the documents (see `Adapter`); returns out, or (out, log-sum-exp).
-        layouts: names of `LAYOUTS`; None is all, those with windows, caps and sinks where `fn` takes them, and head_dim
-            64, 96, 128 and 256 in one case each.
-        dtypes: `float32`, `bfloat16`, `float16`; None is what it declares, else float32 and bfloat16.
-        heads: (query heads, key/value heads) pairs; None is groups of 2, 1 and 4.
-        head_dim: of all of them.
-        backward: also judge dq, dk and dv.
-        like: `flash` or `eager`: whose roundings it is allowed; None is what it declares, else `flash`.
-        device: None is a GPU where there is one.
-        adapter: what the function takes; None is what it declares and its signature says.
-        seed: of q, k, v and the cotangent.
-        progress: called after each case with its result, the number of the case and of all cases.
+    fn: takes q, k, v and the documents (see `Adapter`); returns out, or (out, log-sum-exp).
+    layouts: names of `LAYOUTS`; None is all, those with windows, caps and sinks where `fn` takes them, and head_dim
+        64, 96, 128 and 256 in one case each.
+    dtypes: `float32`, `bfloat16`, `float16`; None is what it declares, else float32 and bfloat16.
+    heads: (query heads, key/value heads) pairs; None is groups of 2, 1 and 4.
+    head_dim: of all of them.
+    backward: also judge dq, dk and dv.
+    like: `flash` or `eager`: whose roundings it is allowed; None is what it declares, else `flash`.
+    device: None is a GPU where there is one.
+    adapter: what the function takes; None is what it declares and its signature says.
+    seed: of q, k, v and the cotangent.
+    progress: called after each case with its result, the number of the case and of all cases.
 
     Raises UserError, one line: an option that does not exist, a function whose signature leaves something open.
     Whatever the function itself does wrong is in the result.

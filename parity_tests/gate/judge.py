@@ -69,10 +69,9 @@ def empty_report(spec: CaseSpec) -> CaseReport:
 def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseReport:
     """Judge every array of the candidate, in the order in which the computation makes them.
 
-    Args:
-        case: what was run; its stages say what must be there.
-        candidate: from `candidate_side`, perhaps with a bug in it.
-        oracle: from `Oracle.side`.
+    case: what was run; its stages say what must be there.
+    candidate: from `candidate_side`, perhaps with a bug in it.
+    oracle: from `Oracle.side`.
 
     `seconds` of the report is what judging took.
     """

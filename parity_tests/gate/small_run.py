@@ -69,10 +69,9 @@ class _Watch:
 def run_side(case: GateCase, model: Any, capture: Any) -> Arrays:
     """The arrays of a run, by the oracle's names (`_RoundedOracle`).
 
-    Args:
-        case: what is run.
-        model: what the run begins with, in float32.
-        capture: from a folder and the arrays of held-out rows to the taps of the model in it.
+    case: what is run.
+    model: what the run begins with, in float32.
+    capture: from a folder and the arrays of held-out rows to the taps of the model in it.
     """
     with TemporaryDirectory() as written:
         folder, quiet = Path(written), Console(quiet=True)

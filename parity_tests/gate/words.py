@@ -25,11 +25,10 @@ from parity_tests.report.schema import Measure
 def describe(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arrays, oracle: OracleArrays) -> str:
     """One line: `layer 7, k after RoPE: 41 times the allowance; positions are off by +1 from token 512 on`.
 
-    Args:
-        case: what was run.
-        measure: the first that breaks the rule.
-        truth: its truth.
-        candidate, oracle: all arrays of both sides.
+    case: what was run.
+    measure: the first that breaks the rule.
+    truth: its truth.
+    candidate, oracle: all arrays of both sides.
     """
     if measure.whole <= 1 and measure.part:  # so small that every mistake of this size would explain it
         return f"{where(measure)}: {measure.part.name} errs {measure.part.ratio:.3g} times its allowance"

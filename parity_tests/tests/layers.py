@@ -43,12 +43,11 @@ def compare_layers(
 ) -> LayerReport:
     """Compare every tap of `model`'s forward pass with the oracle's.
 
-    Args:
-        model: a transformers decoder whose attention implementation is already set.
-        batch: `input_ids`, `position_ids`, `document_ids`, int64 [B, T], on the model's device.
-        engine: what the attention implementation runs (`sdpa`, `flash`, `flex`, `dense`); it names the rounding preset.
-        query_block: queries at a time of the oracle's attention; None is dense.
-        rounding: the preset that sets the allowance, where it is not the engine's own.
+    model: a transformers decoder whose attention implementation is already set.
+    batch: `input_ids`, `position_ids`, `document_ids`, int64 [B, T], on the model's device.
+    engine: what the attention implementation runs (`sdpa`, `flash`, `flex`, `dense`); it names the rounding preset.
+    query_block: queries at a time of the oracle's attention; None is dense.
+    rounding: the preset that sets the allowance, where it is not the engine's own.
     """
     dtype = next(model.parameters()).dtype
     decoder = oracle_of(model)

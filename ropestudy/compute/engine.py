@@ -86,11 +86,10 @@ def compare(
     RoPE's frequencies are those of the row's length, without the shift. The types that look at the largest position
     (`dynamic`, `longrope`) would otherwise be two functions at two shifts.
 
-    Args:
-        decoder: parameters that every carrier holds exactly.
-        row, streams, pairs: see the classes.
-        divergences: pairs (p, q) of runs; each is a forward pass of its own.
-        query_block: queries at a time; memory is R H query_block T.
+    decoder: parameters that every carrier holds exactly.
+    row, streams, pairs: see the classes.
+    divergences: pairs (p, q) of runs; each is a forward pass of its own.
+    query_block: queries at a time; memory is R H query_block T.
 
     Returns the sums of each pair and KL(p || q) of each divergence, in order.
     """

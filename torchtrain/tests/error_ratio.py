@@ -8,11 +8,10 @@ from anchorline.tolerance import judge
 def error_ratio(candidate: Tensor, truth: Tensor, reference: Tensor, dtype: object) -> float:
     """Return the candidate's error over what the error rule allows: up to 1 passes; infinite if not finite.
 
-    Args:
-        candidate: the result under test, any shape, on any device.
-        truth: the same quantity, computed in a wider dtype.
-        reference: the same quantity with the candidate's permitted roundings.
-        dtype: the torch dtype that the candidate computes in.
+    candidate: the result under test, any shape, on any device.
+    truth: the same quantity, computed in a wider dtype.
+    reference: the same quantity with the candidate's permitted roundings.
+    dtype: the torch dtype that the candidate computes in.
     """
     arrays = (x.detach().cpu().double().numpy() for x in (candidate, truth, reference))
     verdict = judge(*arrays, dtype=str(dtype).removeprefix("torch."))

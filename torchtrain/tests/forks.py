@@ -38,9 +38,8 @@ def free_port() -> int:
 class Forks:
     """The server's other end, until `close`.
 
-    Args:
-        module: the server's.
-        environment: of the server, besides this process's.
+    module: the server's.
+    environment: of the server, besides this process's.
     """
 
     def __init__(self, module: str = "torchtrain.tests.forks", **environment: str) -> None:
@@ -67,20 +66,17 @@ class Forks:
     def run(self, *argv: str, log: Path, at: str | None = None, nth: int = 1, **more: Any) -> dict[str, Any]:
         """Run `torchtrain ARGV` to its end.
 
-        Args:
-            argv: verb and arguments.
-            log: takes what it prints.
-            at: phase at whose `nth` time the child sends itself a signal (`PHASES`).
-            nth: from 1.
-            more: `signal`, default SIGKILL; `error`: raised there instead, an OSError of that number, or a RuntimeError
-                with that text; `signal_after`: seconds after which the signal is sent from outside; `processes`: how
-                many there are, as torchrun starts them; `rank`: which of them gets the signal or error, default all;
-                `agent`: whether all are sent SIGTERM when the first has failed, as torchrun does; `set`: values of
-                constants by dotted name; `environment`: variables; `main`: a module whose `main` runs in the command
-                line's place. `{rank}` in an argument stands for the process's.
-
-        Returns:
-            `codes`, one a process, and `seconds`, until each was gone.
+        argv: verb and arguments.
+        log: takes what it prints.
+        at: phase at whose `nth` time the child sends itself a signal (`PHASES`).
+        nth: from 1.
+        more: `signal`, default SIGKILL; `error`: raised there instead, an OSError of that number, or a RuntimeError
+            with that text; `signal_after`: seconds after which the signal is sent from outside; `processes`: how many
+            there are, as torchrun starts them; `rank`: which of them gets the signal or error, default all; `agent`:
+            whether all are sent SIGTERM when the first has failed, as torchrun does; `set`: values of constants by
+            dotted name; `environment`: variables; `main`: a module whose `main` runs in the command line's place.
+            `{rank}` in an argument stands for the process's. Returns `codes`, one a process, and `seconds`, until each
+            was gone.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None

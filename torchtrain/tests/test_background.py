@@ -24,8 +24,7 @@ LONG = 300.0  # seconds after which a thread that waits for what does not come g
 class Order:
     """What happens in a run, in order: `step N` as a step's gradients are made, `begin N` and `end N` of a save.
 
-    Args:
-        hold: saves that begin to write once something else has happened.
+    hold: saves that begin to write once something else has happened.
     """
 
     def __init__(self, monkeypatch, hold: dict[str, str]) -> None:

@@ -48,8 +48,7 @@ def build() -> Path:
 
     It takes some 30 s. The folder is `cache/cuda-standin` of the repository, which git ignores.
 
-    Raises:
-        RuntimeError: the compiler refuses it; with what it says.
+    Raises RuntimeError: the compiler refuses it; with what it says.
     """
     torch = _torch_folder()
     compiler = _compiler()
@@ -85,10 +84,8 @@ def _compiler() -> str | None:
 
 
 def load() -> Any:
-    """Load the device, before torch, and set up `torch.cuda`; return the library.
-
-    Raises:
-        RuntimeError: torch is there already.
+    """Load the device, before torch, and set up `torch.cuda`; return the library. Raises RuntimeError: torch is there
+    already.
     """
     global DEVICE
     if "torch" in sys.modules:

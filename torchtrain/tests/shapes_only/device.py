@@ -183,11 +183,7 @@ def _copied(packet: Any, args: Any, kwargs: Any) -> tuple[Tensor, torch.device]:
 
 
 def _check_one_device(func: Any, tensors: list[Tensor], args: Any) -> None:
-    """Raise where an operand is on the host; as on a GPU, scalars may be, and indices.
-
-    Raises:
-        RuntimeError: with the words of torch.
-    """
+    """Raise torch's RuntimeError where an operand is on the host; as on a GPU, scalars may be, and indices."""
     may = {id(x) for x in args[1]} if func._overloadpacket in _INDEXED else set()
     if any(not x.is_meta and x.ndim > 0 and id(x) not in may for x in tensors):
         devices = sorted({"the host" if x.device.type == "cpu" else "the device" for x in tensors})

@@ -17,10 +17,9 @@ _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 def write_source(config: PretrainedConfig, settings: ModelConfig, folder: Path) -> Path:
     """Write config.json and a safetensors file for each layer, in the dtype of `settings`.
 
-    Args:
-        config: of a model.
-        settings: of a run.
-        folder: made; returned.
+    config: of a model.
+    settings: of a run.
+    folder: made; returned.
     """
     folder.mkdir()
     config.save_pretrained(folder)

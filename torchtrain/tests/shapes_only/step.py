@@ -68,11 +68,10 @@ def rank_of(config: Config, processes: int, rank: int = 0) -> Iterator[World]:
 def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = None) -> Strategy:
     """Load the model and make its strategy, as `set_up` and `train` do. Weights that stay whole are not read.
 
-    Args:
-        config: a run's; its model is one whose shapes come with the package, or a folder.
-        world: of `rank_of`.
-        watch: what watches.
-        layers: fewer than the model's, to be quick; memory grows by the same bytes with each.
+    config: a run's; its model is one whose shapes come with the package, or a folder.
+    world: of `rank_of`.
+    watch: what watches.
+    layers: fewer than the model's, to be quick; memory grows by the same bytes with each.
     """
     register()
     own = _with_layers(model_config(config), layers)
