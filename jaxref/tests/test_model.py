@@ -204,7 +204,7 @@ def compare_compiled_and_plain():
             np.testing.assert_array_equal(compiled[name], plain[name], err_msg=name)
 
 
-@pytest.mark.parametrize("flags", ["the tests' own", "XLA's own"])
+@pytest.mark.parametrize("flags", ["the tests' own", pytest.param("XLA's own", marks=pytest.mark.sweep)])
 def test_the_compiler_drops_no_rounding(flags):
     """Op by op or compiled, every rounded tap is the same: float64 leaves no chance of two results astride a bfloat16
     tie. With the quick compiler of the tests (conftest.py), and as users have it.

@@ -273,6 +273,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_wrong_function_is_refused(kind, name):
     fn = CLASSES[kind][name]

@@ -166,6 +166,7 @@ SHAPES = {  # of each model and length the first config: an anchor's, where ther
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", SHAPES.values())
 def test_the_layout_is_the_fastest_that_its_gpus_hold(name):
     config = CONFIG_OF[CONFIGS / "paper" / f"{name}.yaml"]
