@@ -19,12 +19,13 @@ from anchorline.files import expand
 from torchtrain.data.corpus import source_name
 from torchtrain.evaluation import results as kept
 from torchtrain.evaluation.intervals import format_perplexity, mean_interval
-from torchtrain.evaluation.perplexity import digest_of, long_documents, measure_perplexity
+from torchtrain.evaluation.perplexity import digest_of, long_documents, measure_perplexity, resolve_judge
 from torchtrain.evaluation.results import Answer, NotRun, TaskResult
 from torchtrain.evaluation.suite import IN_2024, Suite, benchmark_of, longbench_e_part, room_of
 from torchtrain.evaluation.tasks.index import Job, build_job, leaves
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, quiet_library
-from torchtrain.modeling.placement import format_devices
+from torchtrain.modeling.load import load_for_evaluation
+from torchtrain.modeling.placement import format_devices, input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -79,6 +80,14 @@ def make_job(task: str, length: int, materials: Materials, model: EvaluatedModel
         "text": source_name(config.source),
         **config.model_dump(mode="json", exclude_defaults=True),
     }
+    if (keys := config.key_tokens) is not None:
+        if keys.context >= length - 1:
+            raise UserError(
+                f"perplexity.key_tokens.context {keys.context:,}: leaves nothing of {length:,} tokens; lower it"
+            )
+        if keys.judge is not None:
+            folder = resolve_judge(keys.judge, materials.suite.cache, model.tokenizer)
+            identity["judge"] = kept.weights_digest(Path(folder))
     return Job(task, length, identity)
 
 
@@ -163,7 +172,11 @@ def measure(
             fields = _run(lm, model, job, suite, log)
         else:
             assert suite.perplexity is not None
-            fields = measure_perplexity(loaded, model.tokenizer, suite.perplexity, job.length, pulse)
+            config, judge = suite.perplexity, None
+            if config.key_tokens is not None and config.key_tokens.judge is not None:
+                folder = resolve_judge(config.key_tokens.judge, suite.cache, model.tokenizer)
+                judge = load_for_evaluation(folder, dtype=loaded.dtype, device=input_device(loaded))
+            fields = measure_perplexity(loaded, model.tokenizer, config, job.length, pulse, judge)
         result = TaskResult(
             task=job.task,
             length=job.length,

@@ -1,10 +1,14 @@
-"""Perplexity on long documents, by position.
+"""Perplexity on long documents, by position and on key tokens.
+
+A key token is one that a judge predicts well with all earlier tokens and badly with a short context. Source: LongPPL
+(arXiv 2410.23771; github.com/PKU-ML/LongPPL).
 
 Legend: T tokens of a document · t tokens at a time · V vocabulary.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +17,9 @@ from torch import Tensor
 from anchorline.errors import UserError, quoted
 from torchtrain.data.corpus import Document, read
 from torchtrain.evaluation.results import Answer
-from torchtrain.evaluation.suite import PerplexityConfig
+from torchtrain.evaluation.suite import KeyTokensConfig, PerplexityConfig
 from torchtrain.modeling.placement import input_device
+from torchtrain.modeling.source import open_tokenizer, resolve_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
 _TOKENS = 2048  # that the model reads at a time
 _LOGITS = 256  # tokens whose logits are in float32 at a time
 _FIRST_BUCKET = 256
+KEY_TOKENS = "key tokens"
 _ADDED = 16  # tokens that are of no byte: special ones, a space in front
 
 
@@ -64,6 +70,38 @@ def buckets(length: int) -> list[tuple[int, int]]:
     return [*dict.fromkeys([*parts, (1, length)])]
 
 
+def resolve_judge(judge: str, cache: str, tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Return the folder of a judge. Raises UserError: there is none, or it has other tokens."""
+    try:
+        folder = resolve_source(judge, cache)
+    except UserError as error:
+        raise UserError(str(error).replace("model.source", "perplexity.key_tokens.judge", 1)) from None
+    if open_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"perplexity.key_tokens.judge {quoted(judge)}: has another vocabulary than the evaluated model; give a "
+            "judge with the same tokenizer"
+        )
+    return folder
+
+
+def find_key_tokens(
+    losses_of: Callable[[Sequence[int]], Tensor], ids: Sequence[int], config: KeyTokensConfig
+) -> list[int]:
+    """Return the indices of a document's key tokens, given what returns the losses of a text's tokens but the first.
+
+    The first `context` tokens are none. Of the rest, every `stride` tokens have a short context that begins `context`
+    tokens before the first of them.
+    """
+    long_T, found = losses_of(ids), []
+    for start in range(0, len(ids) - config.context, config.stride):
+        first = start + config.context
+        short_t = losses_of(ids[start : first + config.stride])[config.context - 1 :]
+        long_t = long_T[first - 1 : first - 1 + len(short_t)]
+        is_key_t = (short_t - long_t > config.gain) & (long_t < config.most_loss)
+        found += [first + i for i in is_key_t.nonzero().flatten().tolist()]
+    return found
+
+
 @torch.inference_mode()
 def document_losses(model: "PreTrainedModel", ids: Sequence[int]) -> Tensor:
     """Return the loss of each token of a document but the first, in nats: [T - 1] float32, on the CPU. Raises
@@ -97,21 +135,31 @@ def measure_perplexity(
     config: PerplexityConfig,
     length: int,
     pulse: Callable[[], None],
+    judge: "PreTrainedModel | None" = None,
 ) -> dict[str, Any]:
     """Return the fields of a TaskResult: the losses of a model by document and position, in documents of `length`
-    tokens. `pulse` is called after each. Raises UserError if its logits are not finite.
+    tokens, and those of key tokens where the judge (None: the model itself) finds some. `pulse` is called after each.
+    Raises UserError if its logits are not finite.
     """
-    documents, answers = long_documents(config, tokenizer, length), []
+    documents, answers, of_keys = long_documents(config, tokenizer, length), [], []
     for index, ids in enumerate(documents):
         losses = document_losses(model, ids).double()  # of the tokens from the second
         for first, end in buckets(length):
             part, mean = f"{first:,} to {end - 1:,}", float(losses[first - 1 : end - 1].mean())
             answers.append(Answer(index=index, prediction="", score=mean, part=part))
+        if config.key_tokens is not None:
+            keys = find_key_tokens(partial(document_losses, judge or model), ids, config.key_tokens)
+            of_keys += (own := [float(losses[key - 1]) for key in keys])
+            if own:
+                answers.append(Answer(index=index, prediction="", score=sum(own) / len(own), part=KEY_TOKENS))
         pulse()
-    whole = [answer.score for answer in answers if answer.part == answers[-1].part]
+    whole = [answer.score for answer in answers if answer.part == f"1 to {length - 1:,}"]
+    values = {"loss": sum(whole) / len(whole)}
+    if of_keys:  # over all documents together, as LongPPL
+        values |= {"key_tokens": len(of_keys), "key_token_loss": sum(of_keys) / len(of_keys)}
     return {
         "samples": digest_of(documents),
         "metric": "loss",
-        "values": {"loss": sum(whole) / len(whole)},
+        "values": values,
         "answers": answers,
     }

@@ -10,7 +10,7 @@ from pydantic import Field
 from anchorline import settings
 from anchorline.errors import UserError, quoted
 from anchorline.files import check_no_pattern, expand
-from torchtrain.config import MOST_TOKENS, Count, Name, PathText, Section, Source
+from torchtrain.config import MOST_TOKENS, Count, Name, PathText, Real, Section, Source
 
 # RULER's tasks as they are now, in RULER's order, and the tokens a model may generate for each.
 _NIAH = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery")
@@ -78,11 +78,26 @@ class Haystack(Source):
         return f"{kind} {getattr(self, kind)}, sentences {self.sentences}"
 
 
+class KeyTokensConfig(Section):
+    """Which tokens need a long context: LongPPL's key tokens (arXiv 2410.23771), with its thresholds."""
+
+    judge: PathText | None = Field(
+        default=None, description="model that tells them, with the same tokenizer; default: the one that is evaluated"
+    )
+    context: Count = Field(default=4096, description="tokens of the short context, at least")
+    stride: Count = Field(default=1024, description="tokens whose short contexts begin at one place")
+    gain: Real = Field(default=2.0, description="least loss, in nats, that the long context saves")
+    most_loss: Real = Field(default=2.0, description="most loss, in nats, with the long context")
+
+
 class PerplexityConfig(Section):
     """Perplexity on long documents, by position."""
 
     source: Source
     documents: Count = Field(default=8, description="the first so many documents that are long enough")
+    key_tokens: KeyTokensConfig | None = Field(
+        default=None, description="measure key tokens, too; null: positions alone"
+    )
 
 
 class Suite(Section):

@@ -13,9 +13,11 @@ from anchorline.errors import UserError
 from torchtrain.evaluation.model import SharedPrefixLM
 from torchtrain.evaluation.perplexity import (
     document_losses,
+    find_key_tokens,
     long_documents,
+    measure_perplexity,
 )
-from torchtrain.evaluation.suite import PerplexityConfig
+from torchtrain.evaluation.suite import KeyTokensConfig, PerplexityConfig
 from torchtrain.evaluation.tasks.materials import quiet_library
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
@@ -234,3 +236,53 @@ def test_documents_are_long_enough_by_tokens_and_not_by_characters(tmp_path, tex
     assert len(document) == tokens
     with pytest.raises(UserError, match=f"0 documents hold {tokens + 1} tokens"):
         long_documents(config, tokenizer, tokens + 1)
+
+
+# A word costs .5 where it stands before, else 4. Words 4, 6, 9 and 11 stand before.
+WORDS = [7, 1, 2, 3, 7, 4, 1, 5, 6, 5, 8, 4]
+
+
+def losses_by_hand(ids):
+    return torch.tensor([0.5 if word in ids[:i] else 4.0 for i, word in enumerate(ids)])[1:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        # Short contexts begin at 0 for words 3 and 4, at 2 for 5 and 6, .., at 8 for 11: 6 lacks its 1, and 11 its 4.
+        ({"stride": 2}, [6, 11]),
+        ({"stride": 1}, [4, 6, 11]),
+        ({"stride": 100}, []),
+        ({"stride": 2, "context": 5}, [11]),
+        ({"stride": 2, "gain": 3.5}, []),  # more than this
+        ({"stride": 2, "gain": 3.4}, [6, 11]),
+        ({"stride": 2, "most_loss": 0.5}, []),  # less than this
+        ({"stride": 2, "most_loss": 0.6}, [6, 11]),
+    ],
+)
+def test_key_tokens_are_those_that_the_definition_gives_by_hand(settings, keys):
+    assert find_key_tokens(losses_by_hand, WORDS, KeyTokensConfig(**{"context": 3} | settings)) == keys
+
+
+def test_longppl_is_the_loss_of_the_key_tokens_of_a_judge(tmp_path):
+    tokenizer = tiny_tokenizer()
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": x * 40}) + "\n" for x in ("abcd ", "xyz w")))
+    keys = {"context": 20, "stride": 8, "gain": 1e-4, "most_loss": 50.0}
+    source = {"files": str(tmp_path / "a.jsonl")}
+    config = PerplexityConfig.model_validate({"source": source, "documents": 2, "key_tokens": keys})
+    model, judge = (tiny_model(family, max_position_embeddings=256).eval() for family in ("qwen3", "qwen2"))
+    for given, telling in ((None, model), (judge, judge)):
+        fields = measure_perplexity(model, tokenizer, config, 100, lambda: None, given)
+        expected = []
+        for index, ids in enumerate(long_documents(config, tokenizer, 100)):
+            own = []
+            for place in range(20, 100):
+                start = (place - 20) // 8 * 8
+                short = document_losses(telling, ids[start : place + 1])[-1]
+                if short - document_losses(telling, ids)[place - 1] > 1e-4:
+                    own.append(float(document_losses(model, ids)[place - 1]))
+            expected += own
+            (answer,) = (a for a in fields["answers"] if (a.index, a.part) == (index, "key tokens"))
+            assert answer.score == pytest.approx(sum(own) / len(own), rel=1e-6)
+        assert 0 < fields["values"]["key_tokens"] == len(expected) < 160
+        assert fields["values"]["key_token_loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-6)

@@ -244,7 +244,8 @@ def model(tokenizer, tmp_path_factory):
 @pytest.fixture
 def call(settings, tmp_path):
     settings = settings | {"tasks": ["niah_multiquery", "fwe", "qa_1"], "squad": None, "samples": 3}
-    settings["perplexity"] = {"source": {"demo": "speeches"}, "documents": 2}
+    keys = {"context": 700, "stride": 300, "gain": 1e-3, "most_loss": 100.0}
+    settings["perplexity"] = {"source": {"demo": "speeches"}, "documents": 2, "key_tokens": keys}
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump(settings))
 
     given = ["evaluate", "--suite", str(tmp_path / "suite.yaml"), "--lengths", "1024"]
@@ -256,13 +257,14 @@ def _line(result) -> str:
     return result.stderr.strip().splitlines()[-1]
 
 
-def test_evaluate_goes_on_where_it_stopped_and_tells_what_did_not_run(call, model, tmp_path):
+def test_evaluate_goes_on_where_it_stopped_and_tells_what_did_not_run(call, model, tmp_path, model_folder):
     out = tmp_path / "out"
     first = call(model, "--out", out, "--lm-eval-log", tmp_path / "log")
     assert first.exit_code == 0, first.output
     assert "qa_1 1,024: not run: squad is not set" in first.stderr
     assert "Average of those that ran (2" in first.stdout
     assert "none:" not in first.stdout  # no average of tasks that nobody asked for
+    assert "key tokens" in first.stdout
     files = {path: path.read_bytes() for path in out.rglob("*.json")}
     assert {path.name for path in files} == {f"{t}-1024.json" for t in ("niah_multiquery", "fwe", "qa_1", "perplexity")}
     result = read_result(out / "model" / "niah_multiquery-1024.json")
@@ -277,6 +279,12 @@ def test_evaluate_goes_on_where_it_stopped_and_tells_what_did_not_run(call, mode
     assert {path: path.read_bytes() for path in kept} == kept
     fwe, before = read_result(out / "model" / "fwe-1024.json"), json.loads(files[out / "model" / "fwe-1024.json"])
     assert [answer.prediction for answer in fwe.answers] == [answer["prediction"] for answer in before["answers"]]
+    none_left = call(model, "--out", tmp_path / "none", "perplexity.key_tokens.context=1023")
+    assert "perplexity.key_tokens.context 1,023: leaves nothing of 1,024 tokens; lower it" in _line(none_left)
+    judged = call(model, "--out", tmp_path / "none", f"perplexity.key_tokens.judge={model_folder('llama')}")
+    assert "': has another vocabulary than the evaluated model; give a judge with the same" in _line(judged)
+    nowhere = call(model, "--out", tmp_path / "none", "perplexity.key_tokens.judge=./nowhere")
+    assert "perplexity.key_tokens.judge" in _line(nowhere)
     other = call(model, "--out", out, "--samples", "2")
     assert "was measured with other samples" in _line(other)
     with_anchor = call(model, "--out", out, "--anchor", "tasks=[fwe,cwe]")
