@@ -48,11 +48,11 @@ def contrast(runs: dict, plus: list[str], minus: list[str], value) -> np.ndarray
     return np.array([sum(sign * value(runs[f"{cell}-{seed}"]) for cell, sign in signs.items()) for seed in whole])
 
 
-def show(runs: dict, rows: list[tuple[str, list[str], list[str]]], value) -> None:
+def show(runs: dict, rows: list[tuple], value) -> None:
     """Print every contrast with its seeds and its odds after the correction."""
-    tables = [contrast(runs, plus, minus, value) for _, plus, minus in rows]
+    tables = [contrast(runs, plus, minus, lambda run, more=more: value(run, *more)) for _, plus, minus, *more in rows]
     judged = [judge(table) if len(table) > 1 else ("-", 1.0) for table in tables]
-    for (name, _, _), table, (shown, _), p in zip(rows, tables, judged, holm([p for _, p in judged]), strict=True):
+    for (name, *_), table, (shown, _), p in zip(rows, tables, judged, holm([p for _, p in judged]), strict=True):
         print(f"{name}: {shown} | {len(table)} | {p:.4f}" if len(table) > 1 else f"{name}: - | - | -")
 
 
@@ -63,11 +63,19 @@ if "bases" in content[0]:  # an experiment that states its contrasts: a loss for
             one["question"],
             [cell.replace("/", "-") for cell in one["plus"]],
             [cell.replace("/", "-") for cell in one["minus"]],
+            one.get("distance"),
         )
         for one in content[0]["experiment"]["contrasts"]
     ]
     runs, bases = content[0]["measured"], content[0]["bases"]
-    show(runs, rows, lambda run: -np.mean(run["bos"]["nats"], axis=0))
+    distances = sorted(content[0]["experiment"]["measure"]["distances"])
+
+    def gain(run: dict, distance: int | None) -> np.ndarray:
+        """Log-probability of the answers by row, at a distance or in the mean over them."""
+        nats = np.array(run["bos"]["nats"])
+        return -(nats.mean(axis=0) if distance is None else nats[distances.index(distance)])
+
+    show(runs, rows, gain)
     names = [f"{cell}-intra" for cell in ("bits2_after", "bits2_before", "bits7_before")]
     left, quotients = [], []  # what 2 bits after RoPE cost beyond their larger error of scores
     for seed, base in bases.items():

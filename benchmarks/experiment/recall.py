@@ -51,6 +51,7 @@ class Measurement(BaseModel):
     sink: float  # the largest share of its attention that a head gives to BOS, of the last checkpoint
     losses: list[float]  # training loss, means of tenths of the run (of each step, if there are fewer)
     seconds: float
+    contexts: dict[str, float] = {}  # held-out loss of the last model, by where a range of effective contexts begins
 
 
 def measure(folders: Sequence[Path], arithmetic: str, rows: Rows) -> Answers:

@@ -61,7 +61,9 @@ def _answers(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
     done = f"{runs} of {runs + len(left)} runs are measured"
     yield f"{done}; {failed} of {len(bases)} bases did not pass the gate and are left out."
     yield ""
-    effects = [estimate(table_of(contrast, measured), experiment.level) for contrast in experiment.contrasts]
+    places = {None: None} | {distance: place for place, distance in enumerate(sorted(experiment.measure.distances))}
+    tables = [table_of(one, measured, distance=places[one.distance]) for one in experiment.contrasts]
+    effects = [estimate(table, experiment.level) for table in tables]
     corrected = correct([1.0 if effect is None else effect.p for effect in effects])
     rows = []
     for contrast, effect, p in zip(experiment.contrasts, effects, corrected, strict=True):
@@ -89,6 +91,18 @@ def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
     distances = sorted(experiment.measure.distances)
     head = ["arithmetic", "mask", "seeds", *(f"at {distance}" for distance in distances), "mean", "without BOS", "sink"]
     yield from _table(head, [_cell(measured, cell, len(distances)) for cell in _cells(experiment, measured)])
+    if starts := sorted({int(start) for one in measured.values() for start in one.contexts}):
+        yield ""
+        yield "Held-out loss, without weights, by the tokens that a prediction sees under the mask of training:"
+        yield ""
+        cells = [
+            [measured[run].contexts for run in measured if run[:2] == cell] for cell in _cells(experiment, measured)
+        ]
+        rows = [
+            [*cell, *(f"{np.mean([one.get(f'{start}', np.nan) for one in of]):.4f}" for start in starts)]
+            for cell, of in zip(_cells(experiment, measured), cells, strict=True)
+        ]
+        yield from _table(["arithmetic", "mask", *(f"{start:,} on" for start in starts)], rows)
     yield ""
     head, rows = ["contrast", "in rows without BOS", "read without rounding (not registered)"], []
     for contrast in experiment.contrasts:

@@ -207,9 +207,10 @@ def write_beginning(experiment: TrainingExperiment, seed: int, folder: Path) -> 
 
 def _take_run(experiment: TrainingExperiment, folder: Folder, run: Run) -> Measurement:
     place, begun, corpus = folder.path / "runs" / run.name, time.monotonic(), folder.documents(f"extend-{run.seed}")
-    corpus = with_bos(corpus) if run.variant.endswith(BOS_EACH) else corpus
-    config = experiment.extend.config(run, place, folder.base(run.seed), corpus, folder.path / "cache")
-    losses = _train(config, place, run.arithmetic)
+    corpus = with_bos(corpus) if BOS_EACH in run.variant else corpus
+    places = place, folder.base(run.seed), corpus, folder.path / "cache"
+    events = _train(experiment.extend.config(run, *places, experiment.weights_of(run)), place, run.arithmetic)
+    losses = [event["loss"] for event in events if "gradient_norm" in event]
     rows = make_rows(experiment, experiment.extend.row_tokens, experiment.measure.distances, experiment.measure.rows)
     models = [*sorted((place / "exports").iterdir()), place / "model"]
     tenths = [round(float(part.mean()), 6) for part in np.array_split(np.array(losses), min(10, len(losses)))]
@@ -219,14 +220,15 @@ def _take_run(experiment: TrainingExperiment, folder: Folder, run: Run) -> Measu
         exact=measure(models, "exact", rows),
         sink=sink_of(load(place / "model", "exact"), rows),
         losses=tenths,
+        contexts={start: round(of["loss"], 6) for start, of in events[-1].get("contexts", {}).items()},
         seconds=round(time.monotonic() - begun, 1),
     )
     shutil.rmtree(place)
     return measured
 
 
-def _train(config: Config, folder: Path, arithmetic: str) -> Sequence[float]:
-    """Train from the beginning; return the loss of every step."""
+def _train(config: Config, folder: Path, arithmetic: str) -> Sequence[dict[str, Any]]:
+    """Train from the beginning; return the events of the run."""
     import torch
     from rich.console import Console
     from transformers.utils import logging
@@ -239,4 +241,4 @@ def _train(config: Config, folder: Path, arithmetic: str) -> Sequence[float]:
     logging.disable_progress_bar()
     shutil.rmtree(folder, ignore_errors=True)
     train(config, console=Console(file=StringIO()), on_model=lambda model: round_model(model, arithmetic))
-    return [event["loss"] for event in read_metrics(folder / "metrics.jsonl") if "gradient_norm" in event]
+    return list(read_metrics(folder / "metrics.jsonl"))

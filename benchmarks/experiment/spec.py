@@ -2,14 +2,15 @@
 arithmetic, mask and seed, and the contrasts that are drawn between them.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 
 from anchorline import settings
-from torchtrain.config import Config
+from torchtrain.config import Config, LossWeightConfig
 from torchtrain.config.section import Count, Name, PositiveShare, Real, Section, Share
 from torchtrain.modeling.rotation import round_queries_and_keys
 
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 BOS_EACH = "+bos"  # every document opens with BOS
-Variant = Annotated[str, Field(pattern=r"^(full|intra|intra_reset|anchor)(\+tag|\+interleave|\+bos)*$")]
+_OURS = re.compile(r"\+(bos|weighted|shuffled|near)\b")  # what a mask's name says that is none of the trainer's masks
+Weights = Literal["weighted", "shuffled", "near"]
+Variant = Annotated[
+    str,
+    Field(pattern=r"^(full|intra|intra_reset|anchor)(\+tag|\+interleave|\+bos)*(\+weighted|\+shuffled|\+near)?$"),
+]
 Arithmetic = Annotated[str, Field(pattern=r"^(exact|bits[1-9]_(before|after))$")]
 
 
@@ -97,7 +103,15 @@ class StageConfig(Section):
         """Tokens of a row."""
         return int(self.run.get("pack", {}).get("sequence_length", 0))
 
-    def config(self, cell: Run, folder: Path, source: Path, corpus: Path, cache: Path) -> Config:
+    def config(
+        self,
+        cell: Run,
+        folder: Path,
+        source: Path,
+        corpus: Path,
+        cache: Path,
+        weights: LossWeightConfig | None = None,
+    ) -> Config:
         """Return the config of a run.
 
         Args:
@@ -106,6 +120,7 @@ class StageConfig(Section):
             source: the model that it begins from.
             corpus: the file of the documents.
             cache: of tokens.
+            weights: of targets.
 
         Raises:
             UserError: `run` does not fit a run's schema.
@@ -114,9 +129,11 @@ class StageConfig(Section):
         ours: dict[str, dict[str, Any]] = {
             "run": {"folder": str(folder), "seed": cell.seed},
             "model": {"source": str(source), "dtype": "float32", "fused": "none"},
-            "pack": {"variant": cell.variant.removesuffix(BOS_EACH), "tag_template": "{domain}"},
+            "pack": {"variant": re.sub(_OURS, "", cell.variant), "tag_template": "{domain}"},
             "data": {"sources": [source_of], "cache": str(cache), "append_eos": False},
         }
+        if weights is not None:
+            ours["train"] = {"loss_weight": weights.model_dump()}
         tree = self.run | {section: self.run.get(section, {}) | values for section, values in ours.items()}
         return settings.validate(Config, tree, "run")
 
@@ -146,6 +163,7 @@ class Contrast(Section):
     question: Name
     plus: list[str] = Field(min_length=1, description="cells, as bits7_after/intra")
     minus: list[str] = Field(min_length=1, description="cells that are subtracted")
+    distance: Count | None = Field(default=None, description="one of measure.distances; default: the mean over all")
     above: Name = Field(default="above 0", description="the reading if its interval is above 0")
     below: Name = Field(default="below 0", description="the reading if its interval is below 0")
     neither: Name = Field(default="not shown", description="the reading if it holds 0")
@@ -167,6 +185,9 @@ class TrainingExperiment(Section):
     pretrain: list[StageConfig] = Field(min_length=1, description="stages of a base, one after another")
     extend: StageConfig = Field(description="the stage in which runs differ")
     cells: dict[Arithmetic, list[Variant]] = Field(min_length=1, description="masks that are tried in each arithmetic")
+    weights: dict[Weights, LossWeightConfig] | None = Field(
+        default=None, description="of targets, by the end of a mask's name: intra+weighted"
+    )
     first_seed: int = Field(default=0, ge=0, lt=2**31, description="each seed has a base and documents of its own")
     seeds: Count = Field(description="runs of each cell")
     gate: GateConfig = Field(description="what a base must do")
@@ -180,12 +201,22 @@ class TrainingExperiment(Section):
         for contrast in self.contrasts:
             if len(contrast.plus) != len(contrast.minus):
                 raise ValueError(f"contrasts: {contrast.question!r} does not subtract as many cells as it adds")
+            if contrast.distance is not None and contrast.distance not in self.measure.distances:
+                raise ValueError(f"contrasts: {contrast.question!r} is at {contrast.distance}, which is not measured")
+        ends = {variant.rsplit("+", 1)[-1] for variants in self.cells.values() for variant in variants}
+        if missing := sorted(ends & {*get_args(Weights)} - {*(self.weights or ())}):
+            raise ValueError(f"cells: end with +{missing[0]}, and weights has no {missing[0]}")
         return self
+
+    def weights_of(self, run: Run) -> LossWeightConfig | None:
+        """Return how the targets of a run weigh; None: all alike."""
+        return (self.weights or {}).get(run.variant.rsplit("+", 1)[-1])  # type: ignore[call-overload]
 
     @property
     def same(self) -> dict[str, Any]:
         """The settings in which runs must agree to be compared."""
         others = {"cells", "first_seed", "seeds", "title", "contrasts", "level"}
+        others |= {"weights"} if self.weights is None else set()  # as experiments from before there were any
         return self.model_dump(mode="json", exclude=others)
 
     def runs(self) -> Iterator[Run]:

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from anchorline import settings
+from anchorline.errors import UserError
 from benchmarks.experiment import facts, running
 from benchmarks.experiment.__main__ import app
 from benchmarks.experiment.documents import make_rows, with_bos, write_documents
@@ -26,6 +27,7 @@ from torchtrain.data.dataset import PackedRows, split_documents
 from torchtrain.data.store import Documents
 from torchtrain.data.streams import random_stream
 
+NOISE = {f"bits2_{place}{what}": 0.1 for what in ("", " probabilities") for place in ("before", "after")}
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "experiments").glob("*.yaml"))
 RESULTS = ROOT / "benchmarks" / "results"
@@ -150,9 +152,14 @@ def test_runs_differ_in_arithmetic_mask_and_seed_alone(path, tmp_path):
     experiment = load_experiment(path)
     runs = experiment.runs_of(0)
     assert len(runs) == len(set(runs))
-    configs = [experiment.extend.config(one, *[tmp_path] * 4).model_dump() for one in runs]
+    configs = [experiment.extend.config(one, *[tmp_path] * 4, experiment.weights_of(one)).model_dump() for one in runs]
     for one, config in zip(runs, configs, strict=True):
-        assert config["pack"].pop("variant") == one.variant.removesuffix("+bos")
+        own = one.variant.split("+")
+        assert config["pack"].pop("variant") == "+".join(
+            x for x in own if x not in ("bos", *(experiment.weights or ()))
+        )
+        weights = {name: of.model_dump() for name, of in (experiment.weights or {}).items()}
+        assert config["train"].pop("loss_weight") == weights.get(own[-1])
         assert config == configs[0]
     cells = {f"{run.arithmetic}/{run.variant}" for run in runs}
     assert cells == {cell for contrast in experiment.contrasts for cell in contrast.plus + contrast.minus}
@@ -201,6 +208,7 @@ def test_an_experiment_is_run_kept_and_continued(tmp_path, monkeypatch):
         assert np.array(one[opening]["nats"]).shape == (2, 2)  # distances, rows
     assert one["bos"] == one["exact"]
     assert one["bos"] != one["no_bos"]
+    assert one["contexts"].keys() >= {"2", "4", "8", "16", "32"}
     assert content["bases"]["0"]["passed"] is True
     again = CliRunner().invoke(app, [*options, "seeds=1"])
     assert again.exit_code == 0
@@ -214,6 +222,37 @@ def test_an_experiment_is_run_kept_and_continued(tmp_path, monkeypatch):
 def one_measurement(value: float) -> Measurement:
     answers = Answers(nats=[[value, value + 1], [value, value + 0.5]], recall=[0.5, 0.5])
     return Measurement(bos=answers, no_bos=answers, exact=answers, sink=0.5, losses=[1.0], seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"cells": {"exact": ["intra", "intra+weighted"]}}, "cells: end with +weighted, and weights has no weighted"),
+        ({"contrasts": [TINY["contrasts"][0] | {"distance": 17}]}, "'BOS?' is at 17, which is not measured"),
+    ],
+)
+def test_an_experiment_that_cannot_run_is_one_line(changes, told):
+    with pytest.raises(UserError) as error:
+        experiment_of(**changes)
+    assert told in str(error.value)
+
+
+def test_a_contrast_at_a_distance_takes_it_alone(tmp_path):
+    far = {"question": "far?", "plus": ["exact/intra+bos"], "minus": ["exact/intra"], "distance": 64}
+    experiment = experiment_of(contrasts=[far, far | {"question": "near?", "distance": 16}])
+    results, page = Results(tmp_path / "kept.json", experiment.model_dump(mode="json")), tmp_path / "page.md"
+    for run in experiment.runs():
+        gain = 0.25 * (run.variant == "intra+bos")
+        answers = Answers(nats=[[1.0, 1.5], [1.0 - gain, 1.5 - gain]], recall=[0.5, 0.5])
+        one = {"bos": answers, "no_bos": answers, "exact": answers, "sink": 0.5, "losses": [1.0], "seconds": 1.0}
+        results.measured[run.name] = Measurement(**one, contexts={"8": 2.0 - gain})
+    results.bases = {str(seed): {"passed": True, "nats": 0.7, "sink": 0.5, "noise": NOISE} for seed in range(2)}
+    results.save()
+    page.write_text(PAGE.read_text().replace("offsets", "kept"))
+    write_report(experiment, results.of(experiment), results.bases, page, "kept")
+    assert "| far? | +0.25000 (+0.25000 to +0.25000) | 2 |" in page.read_text()
+    assert "| near? | +0.00000 (+0.00000 to +0.00000) | 2 |" in page.read_text()
+    assert "| exact | intra+bos | 1.7500 |" in page.read_text()
 
 
 def test_a_seed_whose_base_does_not_learn_is_left_out_and_counted(tmp_path):
@@ -262,8 +301,7 @@ def test_a_script_with_numpy_alone_gives_the_intervals_of_any_results(tmp_path):
     for run in experiment.runs():
         results.measured[run.name] = one_measurement(float(random.normal()))
     del results.measured["exact-intra-5"]  # a seed that is not whole counts nowhere
-    errors = {f"bits2_{place}{what}": 0.1 for what in ("", " probabilities") for place in ("before", "after")}
-    results.bases = {"0": {"passed": True, "nats": 0.7, "sink": 0.5, "noise": errors}}
+    results.bases = {"0": {"passed": True, "nats": 0.7, "sink": 0.5, "noise": NOISE}}
     results.save()
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text().replace("offsets", "kept"))
