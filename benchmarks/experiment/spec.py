@@ -236,6 +236,9 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> TrainingExperi
         UserError: one line that names what does not fit, also in `run`.
     """
     experiment = settings.load(TrainingExperiment, path, overrides, example="seeds=10")
+    run, (folder, source, corpus, cache) = next(experiment.runs()), map(Path, ("run", "model", "documents", "cache"))
     for stage in (*experiment.pretrain, experiment.extend):
-        stage.config(next(experiment.runs()), *map(Path, ("runs/experiment", "model", "documents.jsonl", "cache")))
+        stage.config(run, folder, source, corpus, cache)
+    for weights in (experiment.weights or {}).values():
+        experiment.extend.config(run, folder, source, corpus, cache, weights)
     return experiment
