@@ -19,7 +19,7 @@ from benchmarks.experiment.effects import (
     table_of,
 )
 from benchmarks.experiment.recall import Measurement
-from benchmarks.experiment.spec import Run, TrainingExperiment
+from benchmarks.experiment.spec import Contrast, Run, TrainingExperiment
 
 Measured = Mapping[Run, Measurement]
 Bases = Mapping[str, dict[str, Any]]
@@ -61,9 +61,7 @@ def _answers(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
     done = f"{runs} of {runs + len(left)} runs are measured"
     yield f"{done}; {failed} of {len(bases)} bases did not pass the gate and are left out."
     yield ""
-    places = {None: None} | {distance: place for place, distance in enumerate(sorted(experiment.measure.distances))}
-    tables = [table_of(one, measured, distance=places[one.distance]) for one in experiment.contrasts]
-    effects = [estimate(table, experiment.level) for table in tables]
+    effects = [_estimate(experiment, contrast, measured) for contrast in experiment.contrasts]
     corrected = correct([1.0 if effect is None else effect.p for effect in effects])
     rows = []
     for contrast, effect, p in zip(experiment.contrasts, effects, corrected, strict=True):
@@ -71,6 +69,14 @@ def _answers(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
         rows.append([contrast.question, *shown, "interim" if left and shown[0] != "-" else read(contrast, effect, p)])
     head = ["question", "effect, nats, 95% interval", "seeds", "p by Holm", "80% power at", "answer"]
     yield from _table(head, rows)
+
+
+def _estimate(
+    experiment: TrainingExperiment, contrast: Contrast, measured: Measured, opening: str = "bos"
+) -> Estimate | None:
+    distances = sorted(experiment.measure.distances)
+    place = None if contrast.distance is None else distances.index(contrast.distance)
+    return estimate(table_of(contrast, measured, opening, place), experiment.level)
 
 
 def _left(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> list[Run]:
@@ -95,18 +101,15 @@ def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
         yield ""
         yield "Held-out loss, without weights, by the tokens that a prediction sees under the mask of training:"
         yield ""
-        cells = [
-            [measured[run].contexts for run in measured if run[:2] == cell] for cell in _cells(experiment, measured)
-        ]
-        rows = [
-            [*cell, *(f"{np.mean([one.get(f'{start}', np.nan) for one in of]):.4f}" for start in starts)]
-            for cell, of in zip(_cells(experiment, measured), cells, strict=True)
-        ]
+        rows = []
+        for cell in _cells(experiment, measured):
+            each = [[one.contexts.get(f"{n}") for run, one in measured.items() if run[:2] == cell] for n in starts]
+            rows.append([*cell, *("-" if None in of else f"{np.mean(of):.4f}" for of in each)])
         yield from _table(["arithmetic", "mask", *(f"{start:,} on" for start in starts)], rows)
     yield ""
     head, rows = ["contrast", "in rows without BOS", "read without rounding (not registered)"], []
     for contrast in experiment.contrasts:
-        effects = [estimate(table_of(contrast, measured, rows_of), experiment.level) for rows_of in ("no_bos", "exact")]
+        effects = [_estimate(experiment, contrast, measured, rows_of) for rows_of in ("no_bos", "exact")]
         rows.append([contrast.question, *("-" if effect is None else str(effect) for effect in effects)])
     yield from _table(head, rows)
     yield ""
