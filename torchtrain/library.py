@@ -151,6 +151,8 @@ def _arrays_of(row: Any, where: str, length: int | None = None) -> dict[str, np.
                 f"{where}: a {type(row).__name__} with no {name}; give rows of torchtrain.pack, and set "
                 "remove_unused_columns=False in TrainingArguments or SFTConfig, which would remove it"
             )
+    if "weights" in row:
+        raise UserError(f"{where}: has weights, which the loss of transformers does not take; remove them")
     arrays = {name: np.asarray(row[name]) for name in _NEEDED}
     for name, x_T in arrays.items():
         if x_T.shape != ((length or arrays["input_ids"].size) or 1,) or x_T.dtype.kind != "i":

@@ -58,6 +58,7 @@ ANSWERED = {
     "messages": {"messages": CONVERSATION, "id": "longer than what is said"},
     "completion": {"prompt": "Q: 2+2? A:", "completion": " 4", "source": "longer than what is said"},
     "tokens": {"input_ids": [*range(3, 30)], "completion_mask": [0] * 9 + [1] * 18},
+    "weights": {"input_ids": [*range(3, 30)], "weights": [0.0] * 9 + [0.5] * 18},
 }
 
 

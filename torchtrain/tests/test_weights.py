@@ -259,6 +259,11 @@ def test_bad_weights_are_one_line(record, told):
         torchtrain.pack([record], tiny_tokenizer(), 32)
 
 
+def test_weights_of_rows_are_not_lost_where_transformers_takes_the_loss():
+    with pytest.raises(UserError, match=r"collate: rows\[0\]: has weights, which the loss of transformers does not"):
+        torchtrain.collate([packed()[0]])
+
+
 def test_a_run_weighs_its_targets_and_measures_without(tree, write_config, tmp_path):
     logs, runs = [], {}
     for name, overrides in (("plain", []), ("weighed", ["train.loss_weight.tail=16", "train.loss_weight.extra=3"])):
