@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -51,6 +52,11 @@ def swap(function: Callable[..., Any], replacement: Callable[..., Any]) -> Itera
 def wrap(function: Callable[..., Any], make: Wrap) -> Context:
     """`swap` with what `make` builds around the function."""
     return swap(function, make(function))
+
+
+def around(function: Callable[..., Any], replacement: Callable[..., Any]) -> Context:
+    """`swap` with a function that takes the one that it replaces before its arguments."""
+    return swap(function, partial(replacement, function))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity_tests.zoo import Bug, bug
-from parity_tests.zoo.patch import attention, batches, swap, wrap
+from parity_tests.zoo.patch import around, attention, batches, swap, wrap
 from torchtrain.attention.engines.gather import _GatherKeys
 from torchtrain.data.rows import build_row
 from torchtrain.data.weights import LossWeights
@@ -80,12 +80,9 @@ def clip_before_accumulation() -> Iterator[None]:
         yield
 
 
-@bug(wrap, build_row)
-def cross_document_targets(build):
-    def across(spans, pack, *args, **kwargs):
-        return build(spans, pack.model_copy(update={"cross_document_targets": True}), *args, **kwargs)
-
-    return across
+@bug(around, build_row)
+def cross_document_targets(build, spans, pack, *args, **kwargs):
+    return build(spans, pack.model_copy(update={"cross_document_targets": True}), *args, **kwargs)
 
 
 @bug(swap, _move_gradients)
@@ -112,13 +109,10 @@ def labels_shifted_twice(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch | {"shift_labels": F.pad(batch["shift_labels"][:, 1:], (0, 1), value=IGNORED)}
 
 
-@bug(wrap, hidden_states)
-def last_micro_batch_only(original):
-    def clear(model, batch, plan=None):
-        model.zero_grad()
-        return original(model, batch, plan)
-
-    return clear
+@bug(around, hidden_states)
+def last_micro_batch_only(original, model, batch, plan=None):
+    model.zero_grad()
+    return original(model, batch, plan)
 
 
 @bug(wrap, _losses)
@@ -126,28 +120,22 @@ def logits_in_bf16(losses):
     return lambda logits_nV, *rest: losses(logits_nV.bfloat16().to(logits_nV.dtype), *rest)
 
 
-@bug(wrap, chunked_cross_entropy)
-def loss_chunk_remainder_dropped(original):
-    def whole_chunks(head, hidden, labels, chunk, **how):
-        kept = len(labels) // chunk * chunk
-        return original(head, hidden, Labels(labels.index_n[:kept], labels.labels_n[:kept]), chunk, **how)
-
-    return whole_chunks
+@bug(around, chunked_cross_entropy)
+def loss_chunk_remainder_dropped(original, head, hidden, labels, chunk, **how):
+    kept = len(labels) // chunk * chunk
+    return original(head, hidden, Labels(labels.index_n[:kept], labels.labels_n[:kept]), chunk, **how)
 
 
-@bug(wrap, chunked_cross_entropy)
-def loss_gradient_of_last_chunk(original):
-    def last_chunk(head, hidden, labels, chunk, **how):
-        before = max(len(labels) - 1, 0) // chunk * chunk
-        total, each = original(head, hidden, labels, chunk, **how)
-        if not before or not torch.is_grad_enabled():
-            return total, each
-        early = type(labels)(labels.index_n[:before], labels.labels_n[:before])
-        # What the earlier chunks give the head is taken away again; hidden keeps its own.
-        theirs, _ = original(head, hidden.detach(), early, chunk, **how)
-        return total - (theirs - theirs.detach()), each
-
-    return last_chunk
+@bug(around, chunked_cross_entropy)
+def loss_gradient_of_last_chunk(original, head, hidden, labels, chunk, **how):
+    before = max(len(labels) - 1, 0) // chunk * chunk
+    total, each = original(head, hidden, labels, chunk, **how)
+    if not before or not torch.is_grad_enabled():
+        return total, each
+    early = type(labels)(labels.index_n[:before], labels.labels_n[:before])
+    # What the earlier chunks give the head is taken away again; hidden keeps its own.
+    theirs, _ = original(head, hidden.detach(), early, chunk, **how)
+    return total - (theirs - theirs.detach()), each
 
 
 _loss_per_micro_batch_losses = Replicated.losses
@@ -169,13 +157,10 @@ def _own_labels(parts, world):
     return sum_weights(parts, ALONE) * world.size
 
 
-@bug(wrap, find_labels)
-def labels_of_first_row(original):
-    def find(shift_labels, *more):
-        first = torch.arange(len(shift_labels))[:, None] == 0
-        return original(torch.where(first, shift_labels, IGNORED), *more)
-
-    return find
+@bug(around, find_labels)
+def labels_of_first_row(original, shift_labels, *more):
+    first = torch.arange(len(shift_labels))[:, None] == 0
+    return original(torch.where(first, shift_labels, IGNORED), *more)
 
 
 losses_of_other_domains = Bug(
@@ -187,14 +172,11 @@ losses_of_other_domains = Bug(
 loss_per_rank = Bug(lambda: swap(sum_weights, _own_labels))
 
 
-@bug(wrap, chunked_cross_entropy)
-def masked_tokens_counted(original):
-    def dilute(head, hidden, labels, chunk, **how):
-        total, each = original(head, hidden, labels, chunk, **how)
-        share = len(labels) / each.numel()
-        return total * share, each * share
-
-    return dilute
+@bug(around, chunked_cross_entropy)
+def masked_tokens_counted(original, head, hidden, labels, chunk, **how):
+    total, each = original(head, hidden, labels, chunk, **how)
+    share = len(labels) / each.numel()
+    return total * share, each * share
 
 
 _reduced_every_micro_batch_backward = Replicated.backward
@@ -213,25 +195,19 @@ def reduced_first_micro_batch(self, loss, last):
     _reduced_first_micro_batch_backward(self, loss, last=not last)
 
 
-@bug(wrap, build_row)
-def tag_trained_on(build):
-    def unmask(*args, **kwargs):
-        row = build(*args, **kwargs)
-        documents, labels, ids = row["document_ids"], row["shift_labels"], row["input_ids"]
-        has_next = (documents[:-1] == documents[1:]) & (documents[1:] > ANCHOR)
-        labels[:-1] = np.where(has_next & (labels[:-1] == IGNORED), ids[1:], labels[:-1])
-        return row
-
-    return unmask
+@bug(around, build_row)
+def tag_trained_on(build, *args, **kwargs):
+    row = build(*args, **kwargs)
+    documents, labels, ids = row["document_ids"], row["shift_labels"], row["input_ids"]
+    has_next = (documents[:-1] == documents[1:]) & (documents[1:] > ANCHOR)
+    labels[:-1] = np.where(has_next & (labels[:-1] == IGNORED), ids[1:], labels[:-1])
+    return row
 
 
-@bug(wrap, build_row)
-def answers_mask_unshifted(build):
-    def of_this_token(spans, *args, **kwargs):
-        moved = [span if span.targets is None else span._replace(targets=np.roll(span.targets, 1)) for span in spans]
-        return build(moved, *args, **kwargs)
-
-    return of_this_token
+@bug(around, build_row)
+def answers_mask_unshifted(build, spans, *args, **kwargs):
+    moved = [span if span.targets is None else span._replace(targets=np.roll(span.targets, 1)) for span in spans]
+    return build(moved, *args, **kwargs)
 
 
 @bug(swap, sum_weights)
@@ -254,15 +230,12 @@ def tied_embeddings_untied(self, *args, **kwargs):
     return result
 
 
-@bug(wrap, _add_gradients)
-def vocabulary_beyond_first_part(original):
-    def add_gradients(*given):
-        losses_n = original(*given)
-        for total in given[-1]:
-            total[8192:] = 0
-        return losses_n
-
-    return add_gradients
+@bug(around, _add_gradients)
+def vocabulary_beyond_first_part(original, *given):
+    losses_n = original(*given)
+    for total in given[-1]:
+        total[8192:] = 0
+    return losses_n
 
 
 _weight_of_the_neighbour_weigh = LossWeights.weigh
@@ -274,14 +247,11 @@ def weight_of_the_neighbour(self, row, random):
     return weighed | {"weights": np.roll(weighed["weights"], 1)}
 
 
-@bug(wrap, make_micro_batches)
-def weights_lost_in_accumulation(original):
-    def make(batches, *more):
-        first, *others = batches
-        bare = ({name: x for name, x in batch.items() if name != "weights"} for batch in others)
-        return original([first, *bare], *more)
-
-    return make
+@bug(around, make_micro_batches)
+def weights_lost_in_accumulation(original, batches, *more):
+    first, *others = batches
+    bare = ({name: x for name, x in batch.items() if name != "weights"} for batch in others)
+    return original([first, *bare], *more)
 
 
 @bug(swap, sum_weights)

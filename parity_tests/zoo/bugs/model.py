@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity_tests.zoo import Bug, bug
-from parity_tests.zoo.patch import in_every_family, loaded_weights, wrap
+from parity_tests.zoo.patch import around, in_every_family, loaded_weights
 from torchtrain.modeling.load import load_for_training
 from torchtrain.products import LinearInFloat32, linear
 
@@ -100,12 +100,9 @@ def weight_transposed(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return state_dict | ({_NAME: state_dict[_NAME].T.contiguous()} if _NAME in state_dict else {})
 
 
-@bug(wrap, load_for_training)
-def frequencies_rounded_on_loading(original):
-    def load(*args, **kwargs):
-        model = original(*args, **kwargs)
-        rotary = model.model.rotary_emb
-        rotary.inv_freq = rotary.inv_freq.bfloat16().float()
-        return model
-
-    return load
+@bug(around, load_for_training)
+def frequencies_rounded_on_loading(original, *args, **kwargs):
+    model = original(*args, **kwargs)
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.bfloat16().float()
+    return model

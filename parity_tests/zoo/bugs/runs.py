@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parity_tests.zoo import Bug, bug
-from parity_tests.zoo.patch import batches, documents, swap, wrap
+from parity_tests.zoo.patch import around, batches, documents, swap, wrap
 from torchtrain.checkpoint.state import fill_masters
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.data.dataset import PackedRows, Split, split_documents, tag_ids
@@ -71,15 +71,12 @@ answers_mask_lost_at_a_cut = Bug(
 )
 
 
-@bug(wrap, build_row)
-def anchor_labelled_in_intra(original):
-    def build(spans, pack, anchor_ids, *args, **rest):
-        row = original(spans, pack, anchor_ids, *args, **rest)
-        if len(anchor_ids) == 1 and not pack.base_variant.has_anchor and not pack.interleave and not pack.tag:
-            row["shift_labels"][0] = row["input_ids"][1]
-        return row
-
-    return build
+@bug(around, build_row)
+def anchor_labelled_in_intra(original, spans, pack, anchor_ids, *args, **rest):
+    row = original(spans, pack, anchor_ids, *args, **rest)
+    if len(anchor_ids) == 1 and not pack.base_variant.has_anchor and not pack.interleave and not pack.tag:
+        row["shift_labels"][0] = row["input_ids"][1]
+    return row
 
 
 @bug(batches)
@@ -92,13 +89,10 @@ def first_column_not_counted(batch):
 # -- the split ---------------------------------------------------------------------------------------------------------
 
 
-@bug(wrap, split_documents)
-def held_out_trained_on(original):
-    def split(store, share, seed):
-        found = original(store, share, seed)
-        return Split(np.arange(len(store)), found.held_out, found.moved)
-
-    return split
+@bug(around, split_documents)
+def held_out_trained_on(original, store, share, seed):
+    found = original(store, share, seed)
+    return Split(np.arange(len(store)), found.held_out, found.moved)
 
 
 split_of_one_seed = Bug(lambda: _streams(lambda key: (HELD_OUT, 0) if key[0] == HELD_OUT else key))
