@@ -34,7 +34,7 @@ EACH = 8  # documents of a domain
 def main() -> None:
     """Measure and write, or write the table again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, nargs="?", help="a finished run")
+    parser.add_argument("run", type=Path, nargs="?", help="a run with an exported model")
     parser.add_argument("--page", action="store_true", help="write the page alone")
     given = parser.parse_args()
     if not given.page:
@@ -47,7 +47,10 @@ def measure(folder: Path) -> dict[str, object]:
     """Return the losses [documents][bins] of the model before and after training, with and without the anchor."""
     run = RunFolder(folder)
     config = run.read_config()
-    tokenizer = open_tokenizer(str(run.model))
+    ((_, steps, after),) = run.last_models(1)
+    assert steps is not None
+    source = resolve_source(config.model.source, config.data.cache)
+    tokenizer = open_tokenizer(source)  # an exported one adds the anchor
     anchor = anchor_ids(tokenizer, config.pack)
     store = prepare(config.data, tokenizer)
     held = split_documents(store, config.data.held_out_share, config.run.seed).held_out
@@ -55,8 +58,8 @@ def measure(folder: Path) -> dict[str, object]:
     of = store.document_domains[held]
     chosen = [i for domain in range(len(store.domains)) for i in held[of == domain][:EACH]]
     losses: dict[str, dict[str, list[list[float]]]] = {}
-    for name, source in (("after", run.model), ("before", resolve_source(config.model.source, config.data.cache))):
-        model = load_for_evaluation(str(source)).eval()
+    for name, place in (("after", after), ("before", source)):
+        model = load_for_evaluation(str(place)).eval()
         losses[name] = {"with": [], "without": []}
         for i in chosen:
             ids_T = torch.from_numpy(store.part(i, 0, ENDS[-1]).astype(np.int64))
@@ -66,10 +69,7 @@ def measure(folder: Path) -> dict[str, object]:
                 bins = [nll[start - 1 : end - 1].mean().item() for start, end in zip((1, *ENDS), ENDS, strict=False)]
                 losses[name][way].append(bins)
             print(name, i, *(np.round(losses[name][way][-1], 4).tolist() for way in ("with", "without")), flush=True)
-    steps, tokens = (
-        config.train.steps,
-        config.train.steps * config.train.sequences_per_step * config.pack.sequence_length,
-    )
+    tokens = steps * config.train.sequences_per_step * config.pack.sequence_length
     return {"model": config.model.source, "steps": steps, "tokens": tokens, "documents": len(chosen), "losses": losses}
 
 

@@ -7,6 +7,7 @@ Legend: B batch · T tokens of a row.
 """
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from anchorline import settings
 from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig, RopeConfig
 from torchtrain.data import PackedRows, anchor_ids, pad_id, stack_rows, tag_ids
-from torchtrain.data.answers import Answered, AnswerEncoder, kind_of
+from torchtrain.data.answers import NO_END, Answered, AnswerEncoder, kind_of, trains_an_end
 from torchtrain.data.encode import Encoder, special_id
 from torchtrain.data.files import BadItemError
 from torchtrain.data.store import Documents
@@ -28,6 +29,7 @@ from torchtrain.marks import IGNORED
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+logger = logging.getLogger(__name__)
 _AT_A_TIME = 1024  # documents that are tokenised together
 _NEEDED = ("input_ids", "position_ids", "document_ids", "shift_labels")
 
@@ -95,6 +97,8 @@ def pack(
         if "strategy" not in pack_settings:
             config = config.model_copy(update={"strategy": "best_fit"})
     held = Documents.of(tokens, of_document, list(domains), own)
+    if not trains_an_end(held, tokenizer):
+        logger.warning("pack: %s", NO_END)
     tags = tag_ids(tokenizer, config, held.domains)
     return PackedRows(held, np.arange(len(held)), config, seed, anchor, tags, pad_id(tokenizer))
 

@@ -43,7 +43,7 @@ def evaluate(
     """Measure RULER, perplexity by position, and any task of lm-eval; finished results are not computed again.
 
     Writes a file for each model, task and length into --out, for torchtrain compare. A task that cannot run is reported
-    with its reason before any other starts. Attention is plain causal attention.
+    with its reason before any other starts. Attention is plain causal attention. Of a run, the held-out losses follow.
 
     Example: torchtrain evaluate runs/demo --lengths 1024,4096 --samples 20 --last 5
 
@@ -70,10 +70,12 @@ def evaluate(
         from torchtrain.evaluation.results import NotRun
         from torchtrain.evaluation.tables import print_tables
         from torchtrain.run.folder import RunFolder
+        from torchtrain.run.status import held_out_lines
+        from torchtrain.training.events import read_metrics
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        checkpoints = [Checkpoint("model", None, target)]
+        checkpoints, training = [Checkpoint("model", None, target)], None
         if os.path.lexists(os.path.join(target, "run.json")):
             models, training = RunFolder(target).last_models(last), RunFolder(target).check_run().training()
             checkpoints = [Checkpoint(name, step, str(folder), training) for name, step, folder in models]
@@ -91,6 +93,9 @@ def evaluate(
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
         print_tables(tables_of_run(results))
+        if training is not None:  # of fine-tuned answers, theirs
+            for line in held_out_lines(read_metrics(RunFolder(target).metrics)):
+                print(line)
         print(f"results in {folder}")
         if all(isinstance(one, NotRun) for one in results):
             print("nothing ran: the reasons are above", file=sys.stderr)

@@ -14,6 +14,7 @@ import numpy as np
 from anchorline.errors import quoted, quoted_reason
 from torchtrain.data.encode import list_special_tokens
 from torchtrain.data.files import BadItemError
+from torchtrain.data.store import Documents
 from torchtrain.marks import IGNORED
 
 if TYPE_CHECKING:
@@ -34,6 +35,16 @@ class Answered(NamedTuple):
 
     tokens: np.ndarray
     targets: np.ndarray
+
+
+NO_END = "no special token is a target, so the model learns no end of an answer (docs/fine-tuning.md)"
+
+
+def trains_an_end(store: Documents, tokenizer: "PreTrainedTokenizerFast") -> bool:
+    """Whether a special token is a target in any document with answers; true where none has answers."""
+    ends = [*list_special_tokens(tokenizer).values()]
+    pairs = zip(store.shards, store.targets or (), strict=store.targets is not None)
+    return store.targets is None or any(np.isin(ids[of > 0], ends).any() for ids, of in pairs)
 
 
 def kind_of(record: Mapping[str, Any]) -> Kind | None:
@@ -83,7 +94,9 @@ class AnswerEncoder:
         """
         answered = getattr(self, f"_{kind}")(record)
         if not answered.targets[1:].any():
-            raise BadItemError("no token is a target (the first token of a document never is)")
+            raise BadItemError(
+                "no token is a target (the first token of a document never is); mark an answer, or remove the record"
+            )
         return answered
 
     def _ids(self, record: Mapping[str, Any]) -> np.ndarray:
@@ -160,7 +173,7 @@ class AnswerEncoder:
             parts = message.get("content")
             for part in parts if isinstance(parts, list) else [parts]:
                 if isinstance(part, Mapping) and part.get("type", "text") != "text":
-                    raise BadItemError(f"{where}: holds {quoted(part.get('type'))}; only text can be packed")
+                    raise BadItemError(f"{where}: holds {quoted(part.get('type'))}; only text can be packed; remove it")
                 text = part.get("text") if isinstance(part, Mapping) else part
                 if text is not None and not isinstance(text, str):
                     raise BadItemError(f"{where}: content is no text but {type(text).__name__}")

@@ -47,6 +47,11 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
     }
     if data.has_answers:
         content["chat_template"] = read_template(data) or tokenizer.chat_template
+        if not content["chat_template"] and (of := [n for n, x in enumerate(data.sources) if x.records == "messages"]):
+            raise UserError(
+                f"data.sources.{of[0]}.records messages: the tokenizer has no chat template; set data.chat_template to "
+                "a file of Jinja"
+            )
     return json.loads(json.dumps(content))
 
 

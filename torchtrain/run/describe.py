@@ -7,7 +7,7 @@ import numpy as np
 
 from torchtrain.config import Config, PackConfig
 from torchtrain.data import Split, TokenStore
-from torchtrain.data.encode import list_special_tokens
+from torchtrain.data.answers import NO_END, trains_an_end
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.world import World
 from torchtrain.modeling.rope import describe as describe_rope
@@ -60,9 +60,8 @@ def describe_setup(config: Config, setup: "Setup", world: World, log: Callable[[
     if store.targets is not None:
         answers = sum(np.count_nonzero(shard) for shard in store.targets)
         log(f"answers   {answers:,} of the corpus's {store.token_count:,} tokens are targets")
-        ends = [*list_special_tokens(setup.source.tokenizer).values()]
-        if not any(np.isin(ids[of > 0], ends).any() for ids, of in zip(store.shards, store.targets, strict=True)):
-            log("warning   no special token is a target, so the model learns no end of an answer (docs/fine-tuning.md)")
+        if not trains_an_end(store, setup.source.tokenizer):
+            log(f"warning   {NO_END}")
     if missing := _left_out(store, plan.dropped_tokens, rows.too_long):
         log(f"left out  {missing}")
     if bare := _domains_without_held_out(store, setup.split):

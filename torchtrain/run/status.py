@@ -1,9 +1,10 @@
 """The progress of a run, from the files that it has written so far. It writes nothing and waits for nothing."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from anchorline.errors import UserError, disk_fault, one_line
 from anchorline.files import read_json
@@ -52,10 +53,7 @@ def _lines(folder: Path) -> Iterator[str]:
             left = (total - done) * statistics.median(event["seconds"] for event in speeds[-_LAST:])
             when = "" if at_work else ", once it is resumed"
             yield f"time left  about {timedelta(seconds=round(min(left, _LONGEST)))}{when}"
-    for event in events:
-        if event["event"] == "evaluation":
-            loss = "none" if event["loss"] is None else f"{event['loss']:.4f}"
-            yield f"held out   loss {loss} after step {event['step']:,}"
+    yield from held_out_lines(events)
 
     checkpoints = CheckpointFolder(run.checkpoints)
     for step in checkpoints.steps():
@@ -72,3 +70,11 @@ def _lines(folder: Path) -> Iterator[str]:
         yield f"model      {run.model}"
     if not at_work and not finished:
         yield f"resume     torchtrain resume {run.path}"
+
+
+def held_out_lines(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each held-out loss among the events of `metrics.jsonl`."""
+    for event in events:
+        if event["event"] == "evaluation":
+            loss = "none" if event["loss"] is None else f"{event['loss']:.4f}"
+            yield f"held out   loss {loss} after step {event['step']:,}"

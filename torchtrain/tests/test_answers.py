@@ -212,6 +212,21 @@ def test_what_would_cut_an_answer_from_its_question_is_refused(settings, reason,
         load_config(write_config(tree))
 
 
+@pytest.mark.parametrize(
+    ("template", "record", "told"),
+    [
+        (PLAIN, {"messages": CONVERSATION}, 0),
+        (PLAIN.replace("<|im_end|>", ""), {"messages": CONVERSATION}, 1),
+        (PLAIN, {"prompt": "Q", "completion": "A"}, 0),
+        (PLAIN, {"input_ids": [5, 6], "completion_mask": [0, 1]}, 1),
+        (PLAIN, "a text without answers", 0),
+    ],
+)
+def test_answers_without_an_end_are_a_warning(caplog, template, record, told):
+    torchtrain.pack([record], byte_tokenizer(template), sequence_length=64)
+    assert caplog.text.count("no special token is a target, so the model learns no end of an answer") == told
+
+
 def test_a_bos_that_the_template_writes_is_the_anchor():
     """What a server sends begins with one BOS, too."""
     tokenizer = byte_tokenizer("{{ bos_token }}" + PLAIN, bos="<s>")
@@ -263,12 +278,37 @@ def test_another_template_is_another_store(tmp_path):
         prepare(missing, byte_tokenizer())
 
 
-def test_a_source_without_a_target_is_refused(tmp_path):
-    write_jsonl(tmp_path / "chats.jsonl", [{"messages": CONVERSATION[:1]}] * 3)
+def test_a_tokenizer_without_a_template_is_refused_before_anything_is_read(tmp_path):
+    texts, chats = Source(files=str(tmp_path / "a.jsonl")), Source(files=str(tmp_path / "b.jsonl"), records="messages")
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "b.jsonl").write_text("not read\n")
+    data = DataConfig(sources=[texts, chats], cache=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"^data.sources.1.records messages: the tokenizer has no chat template; set"):
+        prepare(data, byte_tokenizer(None))
+    assert not (tmp_path / "cache").exists()
+
+
+WITHOUT_TARGET = [
+    ("messages", {"messages": CONVERSATION[:1]}, "no message is the assistant's"),
+    ("messages", {"messages": [{"content": "x"}, CONVERSATION[1]]}, r"messages\[0\]: has no role"),
+    (
+        "messages",
+        {"messages": CONVERSATION, "tools": [{"type": "function"}]},
+        "has tools, and the chat template writes",
+    ),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "holds 'image'; only text"),
+    ("tokens", {"input_ids": [1, 2, 3], "completion_mask": [0, 0, 0]}, "no token is a target"),
+    ("tokens", {"input_ids": [1, 2, 3], "labels": [-100, 2]}, "labels has 2 entries and input_ids 3"),
+]
+
+
+@pytest.mark.parametrize(("kind", "record", "reason"), WITHOUT_TARGET, ids=[reason for *_, reason in WITHOUT_TARGET])
+def test_a_source_without_a_target_is_refused(tmp_path, kind, record, reason):
+    write_jsonl(tmp_path / "chats.jsonl", [record] * 3)
     data = DataConfig(
-        sources=[Source(files=str(tmp_path / "chats.jsonl"), records="messages")], cache=str(tmp_path / "cache")
+        sources=[Source(files=str(tmp_path / "chats.jsonl"), records=kind)], cache=str(tmp_path / "cache")
     )
-    with pytest.raises(UserError, match=r"3 of 3 records are bad.*no message is the assistant's"):
+    with pytest.raises(UserError, match=rf"3 of 3 records are bad.*{reason}"):
         prepare(data, byte_tokenizer())
     assert not list((tmp_path / "cache").rglob("*.bin"))
 

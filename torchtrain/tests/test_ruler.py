@@ -26,6 +26,7 @@ from torchtrain.evaluation.tasks import ruler
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials
 from torchtrain.evaluation.tasks.ruler import library, make_samples, open_samples, prompt_of, score
 from torchtrain.modeling.prompts import NotedAnchor
+from torchtrain.run.status import status_lines
 from torchtrain.tests.ruler_fixtures import few_nouns  # noqa: F401
 from torchtrain.tests.tiny import tiny_model
 
@@ -294,6 +295,14 @@ def test_evaluate_goes_on_where_it_stopped_and_tells_what_did_not_run(call, mode
     (out / "model" / "perplexity-1024.json").unlink()
     with pytest.raises(UserError, match=r"'out' and 'few' were not measured alike: .* has other samples"):
         compare([out, tmp_path / "few"])
+
+
+def test_the_held_out_losses_of_a_run_follow(call, straight, tmp_path):
+    told = call(straight, "--out", tmp_path / "out", "--tasks", "qa_1", "--lengths", "128")
+    assert told.exit_code == 1, "for want of a material"
+    losses = [line for line in status_lines(straight) if line.startswith("held out ")]
+    assert len(losses) == 2
+    assert [line for line in told.stdout.splitlines() if line.startswith("held out ")] == losses
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`torchtrain train --resume`: the one command of a job that is started again by itself."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from torchtrain.run.lock import is_held
 from torchtrain.tests.forks import free_port
 from torchtrain.tests.run_fixtures import WAITING
 from torchtrain.tests.runs import TIME_LIMIT, assert_same, tree_of
@@ -61,20 +63,35 @@ cli.main()
 """
 
 
-@pytest.mark.sweep
-def test_torchrun_restarts_it_to_the_same_bits(place, tmp_path):
-    """Rank 1 dies in a step, then rank 0 while both save."""
+# By attempt and rank: the held-out rows, a step (steps 2 and 4 are saved), the files of a save.
+KILLS = {
+    "held-out rows, step 2, step 5": {"0/0": ("evaluation", 1), "1/1": ("gradient", 2), "2/0": ("gradient", 5)},
+    "step 2, a save, step 5": {"0/0": ("gradient", 2), "1/1": ("state", 1), "2/1": ("gradient", 5)},
+    "held-out rows, a second save, step 5": {"0/1": ("evaluation", 1), "1/0": ("state", 2), "2/1": ("gradient", 3)},
+}
+
+
+@pytest.fixture(scope="module")
+def on_two(place):
+    """A run on two processes that nothing interrupts: its settings and its folder."""
     two = ("distributed.zero_stage=0", "distributed.sequence_parallel=2", WAITING)
     assert place.train("restarted-not", *two, processes=2) == [0, 0], place.log("restarted-not")
+    return two, place.folder / "restarted-not"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kills", KILLS)
+def test_torchrun_restarts_it_to_the_same_bits(place, on_two, tmp_path, kills):
+    (two, straight), run = on_two, place.folder / kills.replace(" ", "-")
     (tmp_path / "killed.py").write_text(KILLED)
-    run = place.folder / "restarted"
-    torchrun = [*(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=2")]
-    torchrun += [f"--master_port={free_port()}", str(tmp_path / "killed.py")]
-    phases = '{"0/1": ["gradient", 4], "1/0": ["state", 1]}'
-    command = [*torchrun, phases, "train", str(place.config), "--resume", f"run.folder={run}", *two]
+    torchrun = [*(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=3")]
+    torchrun += [f"--master_port={free_port()}", str(tmp_path / "killed.py"), json.dumps(KILLS[kills])]
+    command = [*torchrun, "train", str(place.config), "--resume", f"run.folder={run}", *two]
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     clean = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     ended = subprocess.run(command, env=clean | own, capture_output=True, text=True, timeout=TIME_LIMIT)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count(f"resume    from step 2 of {run}") == 2
-    assert_same(run, place.folder / "restarted-not")
+    assert f"resume    from step 4 of {run}" in ended.stderr
+    assert ended.stderr.count("begin     ") + ended.stderr.count("resume    from") == 4, "three were killed"
+    assert_same(run, straight)
+    assert not is_held(run / ".lock")
