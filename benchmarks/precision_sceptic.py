@@ -117,6 +117,21 @@ def places() -> None:
                 show(f"{prefix}{name}.{length}.{condition}.error", interval(logs, np.exp))
                 quotients.append(float(np.exp(logs.mean())))
             show(f"{prefix}{name}.{length}.error", span(quotients))
+            if name in ("reset", "anchor"):
+                show(
+                    f"{prefix}{name}.{length}.loss",
+                    span([_added_to_the_loss(study, length, one, ends) for one in BF16]),
+                )
+
+
+def _added_to_the_loss(study: str, length: int, condition: str, ends) -> float:
+    """Return what rounding adds to the loss at the first end, less what it adds at the second."""
+    added = []
+    for opening, d1, gap in ends:
+        about = {"kind": "outputs", "condition": condition, "opening": opening, "d1": d1, "gap": gap}
+        (one,) = find(study, tokens=length + (opening != "none"), **about)
+        added.append(values(one, "nll_q") - values(one, "nll_p"))
+    return float((added[0] - added[1]).mean())
 
 
 def first() -> None:

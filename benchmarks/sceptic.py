@@ -56,6 +56,35 @@ def show(runs: dict, rows: list[tuple], value) -> None:
         print(f"{name}: {shown} | {len(table)} | {p:.4f}" if len(table) > 1 else f"{name}: - | - | -")
 
 
+UNREGISTERED = (  # name, cells, how rows open or are read, outcome
+    ("bfloat16 - exact, intra", "bits7_after-intra exact-intra", "bos", "nats"),
+    ("share recalled: full - intra, bfloat16", "bits7_after-full bits7_after-intra", "bos", "recall"),
+    ("share recalled: anchor - intra, bfloat16", "bits7_after-anchor bits7_after-intra", "bos", "recall"),
+    ("2 bits after - 7 bits after, read without rounding", "bits2_after-intra bits7_after-intra", "exact", "nats"),
+    ("2 bits before - 7 bits before, read without rounding", "bits2_before-intra bits7_before-intra", "exact", "nats"),
+)
+
+
+def print_unregistered(runs: dict, bases: dict) -> None:
+    """Print contrasts that were not registered, without a correction."""
+    for name, cells, rows, outcome in UNREGISTERED:
+        plus, minus = cells.split()
+        sign = -1 if outcome == "nats" else 1
+        table = contrast(runs, [plus], [minus], lambda run, s=sign, r=rows, o=outcome: s * np.mean(run[r][o], axis=0))
+        if len(table) > 1:
+            print(f"{name}: {judge(table)[0]} | {len(table)} | -")
+    # What 2 bits after RoPE cost beyond their larger error of the logits, or of the probabilities.
+    names = [f"{cell}-intra" for cell in ("bits2_after", "bits2_before", "bits7_before")]
+    whole = [seed for seed in bases if all(f"{name}-{seed}" in runs for name in names)]
+    for what, power in ((" probabilities", 2), ("", 1), ("", 2)) if len(whole) > 1 else ():
+        noise = [[bases[seed]["noise"][f"bits2_{place}{what}"] for place in ("after", "before")] for seed in whole]
+        times = np.divide(*np.transpose(noise))
+        a, b, c = (np.array([-np.mean(runs[f"{one}-{n}"]["bos"]["nats"], axis=0) for n in whole]) for one in names)
+        size = f"{times.mean():.3f} times larger error" + (" of probabilities" if what else "")
+        name = f"2 bits, after - before, less what a {size} explains" + (" in proportion" if power == 1 else "")
+        print(f"{name}: {judge(a - b - (times**power - 1)[:, None] * (b - c))[0]} | {len(whole)} | -")
+
+
 content = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
 if "bases" in content[0]:  # an experiment that states its contrasts: a loss for each distance and row of each run
     rows = [
@@ -76,16 +105,7 @@ if "bases" in content[0]:  # an experiment that states its contrasts: a loss for
         return -(nats.mean(axis=0) if distance is None else nats[distances.index(distance)])
 
     show(runs, rows, gain)
-    names = [f"{cell}-intra" for cell in ("bits2_after", "bits2_before", "bits7_before")]
-    left, quotients = [], []  # what 2 bits after RoPE cost beyond their larger error of scores
-    for seed, base in bases.items():
-        if all(f"{name}-{seed}" in runs for name in names):
-            a, b, c = (-np.mean(runs[f"{name}-{seed}"]["bos"]["nats"], axis=0) for name in names)
-            quotients.append(base["noise"]["bits2_after"] / base["noise"]["bits2_before"])
-            left.append(a - b - (quotients[-1] ** 2 - 1) * (b - c))
-    if len(left) > 1:
-        name = f"2 bits, after - before, less what a {np.mean(quotients):.3f} times larger error explains"
-        print(f"{name}: {judge(np.array(left))[0]} | {len(left)} | -")
+    print_unregistered(runs, bases)
 else:  # the experiment before it: a loss for each checkpoint and distance
     ROWS = [
         (

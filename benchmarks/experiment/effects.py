@@ -10,7 +10,6 @@ seeds is one over bases. That counts the chance of single cells twice: intervals
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -29,7 +28,6 @@ class Estimate:
     error: float  # standard error
     freedom: float  # Student's degrees
     seeds: int
-    deviation: float  # over seeds
     level: float
 
     @property
@@ -69,34 +67,6 @@ def table_of(
     return np.array(each)
 
 
-def table_beyond_size(
-    measured: Mapping[Run, Measurement], bases: Mapping[str, dict[str, Any]], bits: int, exact: int
-) -> tuple[np.ndarray, float]:
-    """Return what rounding after RoPE costs beyond what its larger error of scores explains.
-
-    That is after less before RoPE under `intra`, [seeds, rows], and the cost of rounding before it times (quotient of
-    the errors, squared, less 1): a cost that goes with the square of the error.
-
-    Args:
-        measured: by runs.
-        bases: what was measured of each seed's base.
-        bits: of both roundings.
-        exact: bits with next to no cost, before RoPE.
-
-    Returns:
-        The table of log-probabilities, and the mean quotient of the errors.
-    """
-    tables, quotients = list[np.ndarray](), list[float]()
-    for seed, base in bases.items():
-        runs = [Run(f"bits{n}_{place}", "intra", int(seed)) for n, place in ((bits, "after"), (bits, "before"))]
-        runs.append(Run(f"bits{exact}_before", "intra", int(seed)))
-        if all(run in measured for run in runs):
-            after, before, unrounded = (log_probability(measured[run]) for run in runs)
-            quotients.append(base["noise"][runs[0].arithmetic] / base["noise"][runs[1].arithmetic])
-            tables.append(after - before - (quotients[-1] ** 2 - 1) * (before - unrounded))
-    return np.array(tables), float(np.mean(quotients)) if quotients else math.nan
-
-
 def log_probability(measured: Measurement, opening: str = "bos", distance: int | None = None) -> np.ndarray:
     """Return the log-probability of a run's answers by row, [rows]."""
     nats = -np.array(getattr(measured, opening).nats)
@@ -109,12 +79,12 @@ def estimate(table: np.ndarray, level: float) -> Estimate | None:
         return None
     seeds, rows = table.shape
     if seeds < 2:
-        return Estimate(float(table.mean()), math.inf, 1.0, seeds, math.inf, level)
+        return Estimate(float(table.mean()), math.inf, 1.0, seeds, level)
     by_seed = float(table.mean(axis=1).var(ddof=1)) / seeds
     by_row = float(table.mean(axis=0).var(ddof=1)) / rows
     variance = by_seed + by_row
     freedom = variance**2 / (by_seed**2 / (seeds - 1) + by_row**2 / (rows - 1)) if variance else 1.0
-    return Estimate(float(table.mean()), variance**0.5, freedom, seeds, (by_seed * seeds) ** 0.5, level)
+    return Estimate(float(table.mean()), variance**0.5, freedom, seeds, level)
 
 
 def correct(each: Sequence[float]) -> list[float]:
@@ -135,8 +105,9 @@ def read(contrast: Contrast, effect: Estimate | None, corrected: float) -> str:
     return contrast.above if effect.mean > 0 else contrast.below
 
 
-def detectable(deviation: float, seeds: int, level: float) -> float:
-    """Return the effect that so many seeds detect with 80% power, if paired differences have this deviation."""
-    if seeds < 2:
+def detectable(effect: Estimate) -> float:
+    """Return the effect that such seeds and rows detect with 80% power, before any correction."""
+    if effect.seeds < 2:
         return math.inf
-    return float(stats.t.ppf((1 + level) / 2, seeds - 1) + stats.t.ppf(POWER, seeds - 1)) * deviation / seeds**0.5
+    needed = stats.t.ppf((1 + effect.level) / 2, effect.freedom) + stats.t.ppf(POWER, effect.freedom)
+    return float(needed) * effect.error

@@ -15,7 +15,6 @@ from benchmarks.experiment.effects import (
     estimate,
     log_probability,
     read,
-    table_beyond_size,
     table_of,
 )
 from benchmarks.experiment.recall import Measurement
@@ -86,8 +85,7 @@ def _left(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> l
 
 
 def _shown(effect: Estimate, p: float) -> list[str]:
-    power = detectable(effect.deviation, effect.seeds, effect.level)
-    return [str(effect), f"{effect.seeds}", f"{p:.4f}", f"{power:.5f}"]
+    return [str(effect), f"{effect.seeds}", f"{p:.4f}", f"{detectable(effect):.5f}"]
 
 
 def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> Iterator[str]:
@@ -126,17 +124,6 @@ def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
         f"Of {len(bases)} bases: the largest share of attention on BOS in a head is {min(sinks):.2f} to "
         f"{max(sinks):.2f}, the loss at answers {min(nats):.4f} to {max(nats):.4f}."
     )
-    for bits in sorted(experiment.noise)[:-1]:
-        table, quotient = table_beyond_size(measured, bases, bits, max(experiment.noise))
-        beyond = estimate(table, experiment.level)
-        if beyond is not None and beyond.seeds > 1:
-            yield ""
-            name = f"{bits} bits, after - before, less what a {quotient:.3f} times larger error explains"
-            yield from _table(
-                ["not registered", "effect, nats", "seeds", "p"], [[name, str(beyond), f"{beyond.seeds}", "-"]]
-            )
-            yield ""
-            yield "This takes the cost to go with the square of the logits' error. The quotient is the bases' mean."
 
 
 def _cells(experiment: TrainingExperiment, measured: Measured) -> list[tuple[str, str]]:

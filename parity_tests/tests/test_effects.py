@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.experiment.effects import correct, detectable, estimate, read, table_beyond_size, table_of
+from benchmarks.experiment.effects import correct, detectable, estimate, read, table_of
 from benchmarks.experiment.recall import Answers, Measurement
 from benchmarks.experiment.spec import Contrast, Run
 
@@ -26,26 +26,6 @@ def test_a_contrast_is_taken_within_seeds_that_have_all_its_runs():
     assert table == pytest.approx(np.array([[0.75, 1.0, 2.0]] * 2))
     assert table_of(GAIN, measured, "no_bos") == pytest.approx(2 * table)
     assert table_of(GAIN, measured, distance=1) == pytest.approx(np.array([[1.0, 1.0, 2.5]] * 2))
-
-
-def test_a_cost_that_is_the_square_of_the_error_leaves_nothing():
-    random, exact = np.random.default_rng(0), {}
-    noise = {str(seed): {"noise": {"bits2_before": 0.2, "bits2_after": 0.2 * (1 + 0.1 * seed)}} for seed in range(3)}
-    for seed, base in noise.items():
-        cost, errors = random.random((2, 3)), base["noise"]
-        for bits, place, times in (
-            (7, "before", 0),
-            (2, "before", 1),
-            (2, "after", (errors["bits2_after"] / 0.2) ** 2),
-        ):
-            exact[Run(f"bits{bits}_{place}", "intra", int(seed))] = measurement(1 + times * cost)
-    table, quotient = table_beyond_size(exact, noise | {"9": {"noise": {}}}, 2, 7)
-    assert (table.shape, quotient) == ((3, 3), pytest.approx(1.1))
-    assert table == pytest.approx(np.zeros((3, 3)), abs=1e-12)
-    exact[Run("bits2_after", "intra", 1)] = measurement(
-        np.ones((2, 3))
-    )  # costs nothing: all that was explained is left
-    assert (table_beyond_size(exact, noise, 2, 7)[0][1] > 0).all()
 
 
 def test_the_interval_covers_other_seeds_and_other_rows():
@@ -85,6 +65,11 @@ def test_an_effect_is_read_by_its_side_if_it_holds_after_the_correction(mean, co
     assert read(GAIN, estimate((mean + noise)[:1], 0.95), corrected) == "not yet run"
 
 
-def test_what_is_detectable_is_that_of_the_t_test():
+def test_what_is_detectable_counts_seeds_and_rows():
     needed = stats.t.ppf(0.975, 7) + stats.t.ppf(0.8, 7)
-    assert detectable(0.05, 8, 0.95) == pytest.approx(needed * 0.05 / 8**0.5)
+    each = np.array([0.1, -0.2, 0.3, 0.0, 0.1, 0.2, -0.1, 0.4])[:, None] * np.ones(5)
+    alone, more = estimate(each, 0.95), estimate(each + np.linspace(-1, 1, 5), 0.95)
+    assert alone is not None
+    assert more is not None
+    assert detectable(alone) == pytest.approx(needed * each[:, 0].std(ddof=1) / 8**0.5)
+    assert detectable(more) > 2 * detectable(alone)
