@@ -24,10 +24,10 @@ SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
     "lines of code": 31_100,
-    "lines of tests' code": 22_950,
+    "lines of tests' code": 23_300,
     "lines of source": 45_700,
-    "lines of tests": 29_700,
-    "words of docs": 32_300,
+    "lines of tests": 30_200,
+    "words of docs": 33_200,
     "settings without description": 0,
 }
 
