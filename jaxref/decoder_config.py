@@ -24,12 +24,8 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
-ADDED = (
-    "keep_anchor",
-    "softcap",
-    "sinks",
-    "scale",
-)  # fields of `DecoderConfig` that no config.json of these families has
+# Fields of `DecoderConfig` that no config.json of these families has.
+ADDED = ("keep_anchor", "softcap", "sinks", "scale", "logits_divisor", "logits_softcap", "head_bias")
 # What no decoder has more of: its shapes alone would take for ever.
 MOST = {
     "vocab_size": 2**24,
@@ -53,7 +49,8 @@ class DecoderConfig:
     What none of these families has is set with `dataclasses.replace`, and `to_hf` refuses it. `keep_anchor`: the anchor
     stays visible beyond the windows. `softcap`: of the logits of attention, as in Gemma 2. `sinks`: each layer has a
     sink for each query head, as in gpt-oss. `scale`: of the logits, where it is not head_dim ** -0.5, as Granite's
-    attention_multiplier. `jaxref.attention.attention` says what they compute. And `rope` may rotate a part of the head.
+    attention_multiplier. `jaxref.attention.attention` says what they compute. `logits_divisor`, `logits_softcap` and
+    `head_bias`: of the logits (Granite, Gemma 2, Phi). And `rope` may rotate a part of the head.
     """
 
     model_type: str
@@ -76,6 +73,9 @@ class DecoderConfig:
     softcap: float | None = None
     sinks: bool = False
     scale: float | None = None
+    logits_divisor: float | None = None
+    logits_softcap: float | None = None
+    head_bias: bool = False
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
@@ -153,7 +153,7 @@ class DecoderConfig:
         return fields
 
     def check_plain(self) -> None:
-        """Refuse what an attention under the mask rule alone does not compute: a window, a soft cap, sinks, a scale.
+        """Refuse what the mask rule and a plain head do not compute: a window, a soft cap, sinks, a scale, ...
 
         Raises UserError. A window as long as the longest row that the model is made for hides nothing, and is taken.
         """
@@ -163,7 +163,7 @@ class DecoderConfig:
                 f"sliding_window: {shortest} is shorter than max_position_embeddings {self.max_position_embeddings}, "
                 "and this computes no windows; set it to null if every row is to be attended to in full"
             )
-        for name in ("softcap", "sinks", "scale"):
+        for name in ADDED[1:]:
             if getattr(self, name):
                 raise UserError(f"{name}: this does not compute it; choose another model")
 

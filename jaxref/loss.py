@@ -65,7 +65,10 @@ def batch_nll(
     hidden_BTM = decoder.hidden(batch["input_ids"], batch["position_ids"], batch["document_ids"], rounding, query_block)
     hidden_NM, labels_N = hidden_BTM.reshape(-1, hidden_BTM.shape[-1]), labels_BT.reshape(-1)
     nll_N = [
-        _chunk_nll(decoder.head, hidden_NM[start : start + chunk], labels_N[start : start + chunk], rounding)
+        _chunk_nll(
+            *(decoder.head, hidden_NM[start : start + chunk], labels_N[start : start + chunk], rounding),
+            **decoder.head_rule,
+        )
         for start in range(0, labels_N.size, chunk)
     ]
     return jnp.concatenate(nll_N).reshape(labels_BT.shape)
@@ -142,11 +145,13 @@ def mean_and_gradients(
     return value, to_arrays(gradients), nll_BT
 
 
-@partial(jax.jit, static_argnames="rounding")
-def _chunk_nll(head: nnx.Param, hidden_NM: jax.Array, labels_N: jax.Array, rounding: Rounding) -> jax.Array:
+@partial(jax.jit, static_argnames=("rounding", "divisor", "cap"))
+def _chunk_nll(
+    head: nnx.Param, hidden_NM: jax.Array, labels_N: jax.Array, rounding: Rounding, bias: Any, **rule: Any
+) -> jax.Array:
     # Recomputed in the backward pass, so that a chunk's logits are never kept.
     @jax.checkpoint
-    def run(head: nnx.Param, hidden_NM: jax.Array) -> jax.Array:
-        return token_nll(head_logits(head, hidden_NM, rounding), labels_N)
+    def run(head: nnx.Param, hidden_NM: jax.Array, bias: Any) -> jax.Array:
+        return token_nll(head_logits(head, hidden_NM, rounding, bias, **rule), labels_N)
 
-    return run(head, hidden_NM)
+    return run(head, hidden_NM, bias)

@@ -211,7 +211,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([Layer(config, window, rngs) for window in config.windows])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         untied = not config.tie_word_embeddings
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, False, rngs) if untied else None
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, config.head_bias, rngs) if untied else None
 
     def __call__(
         self,
@@ -269,12 +269,18 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array, rounding: Rounding) -> jax.Array:
         """[..., M] -> [..., V] in the carrier."""
-        return head_logits(self.head, hidden, rounding)
+        return head_logits(self.head, hidden, rounding, **self.head_rule)
 
     @property
     def head(self) -> nnx.Param:
         """The last matrix [V, M]: the embedding's own where the two are tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def head_rule(self) -> dict[str, Any]:
+        """What else makes the logits: the last arguments of `head_logits`."""
+        bias = None if self.lm_head is None else self.lm_head.bias
+        return {"bias": bias, "divisor": self.config.logits_divisor, "cap": self.config.logits_softcap}
 
 
 @partial(jax.jit, static_argnames=("rounding", "query_block"))
@@ -295,12 +301,26 @@ def _run_layer(
     return run(layer, x_BTM)
 
 
-@partial(jax.jit, static_argnames="rounding")
-def head_logits(head: nnx.Param, hidden: jax.Array, rounding: Rounding) -> jax.Array:
-    """Return logits of final hidden states: a matrix [V, M] and [..., M] -> [..., V] in the carrier, rounded at
-    `logits`.
+@partial(jax.jit, static_argnames=("rounding", "divisor", "cap"))
+def head_logits(
+    head: nnx.Param,
+    hidden: jax.Array,
+    rounding: Rounding,
+    bias: nnx.Param | None = None,
+    divisor: float | None = None,
+    cap: float | None = None,
+) -> jax.Array:
+    """Return logits of final hidden states: a matrix [V, M], perhaps a bias [V], and [..., M] -> [..., V] in the
+    carrier. Each step is rounded at `logits`: cap tanh(x / divisor / cap).
     """
-    return rounding.round("logits", _matmul(hidden, _in_carrier(head[...], rounding)))
+    x = _matmul(hidden, _in_carrier(head[...], rounding))
+    x = rounding.round("logits", x if bias is None else x + _in_carrier(bias[...], rounding))
+    if divisor is not None:
+        x = rounding.round("logits", x / divisor)
+    if cap is not None:
+        share = rounding.round("logits", jnp.tanh(rounding.round("logits", x / cap)))
+        x = rounding.round("logits", share * cap)
+    return x
 
 
 def _matmul(x: jax.Array, weight_ON: jax.Array) -> jax.Array:

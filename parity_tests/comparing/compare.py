@@ -52,11 +52,12 @@ def compare(
     started, created = time.perf_counter(), datetime.now(UTC)
     right = truth or against
     assert right is not None, "the command asks for one of them"
-    pairs, problems = _pair(candidate, right, reference, only)
+    pairs, problems, apart = _pair(candidate, right, reference, only)
     if truth is not None:
         _refuse_coarse(pairs, rule.dtype)
     found = measure_all(pairs, rule, tell)
     case = _conclude(found, problems, pairs, rule, {**candidate.config, **right.config})
+    case["notes"] += apart
     # One shape of report for all verbs: a dump is a case.
     dumps = {"candidate": candidate, "truth": truth, "reference": reference, "against": against}
     settings = {role: dump.source for role, dump in dumps.items() if dump is not None}
@@ -78,8 +79,10 @@ def compare(
 
 def _pair(
     candidate: Dump, truth: Dump, reference: Dump | None, only: Sequence[str]
-) -> tuple[dict[str, Sides], list[str]]:
-    """The arrays of all sides by name, in the truth's order, and what has no counterpart."""
+) -> tuple[dict[str, Sides], list[str], list[str]]:
+    """The arrays of all sides by name, in the truth's order; names that one side lacks; and in words those that one
+    engine alone can have.
+    """
     names = choose(truth.arrays, only)
     shared = [name for name in names if name in candidate.arrays]
     if not shared:
@@ -88,15 +91,14 @@ def _pair(
             f"no name is in both dumps: {candidate.source} has {mine}, ...; {truth.source} has {theirs}, ...; give a "
             "map of names with --names or --truth-names"
         )
-    problems = []
+    problems, apart = [], [name for dump in (truth, candidate) for name in _of_one_engine(dump, candidate, truth, only)]
     for words, missing in (
         ("the candidate lacks", [name for name in names if name not in candidate.arrays]),
         ("the candidate alone has", [name for name in choose(candidate.arrays, only) if name not in truth.arrays]),
         ("the reference lacks", [name for name in shared if reference and name not in reference.arrays]),
     ):
-        if missing:
-            more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-            problems.append(f"{words} {', '.join(missing[:SHOWN])}{more}")
+        if missing := [name for name in missing if name not in apart]:
+            problems.append(f"{words} {_first(missing)}")
     pairs: dict[str, Sides] = {}
     for name in shared:
         if reference is not None and name not in reference.arrays:
@@ -112,7 +114,25 @@ def _pair(
         for rank, array in enumerate(mine):
             assert array is not None
             pairs[f"{name} [rank {rank}]" if len(mine) > 1 else name] = (array, true, other[min(rank, len(other) - 1)])
-    return pairs, problems
+    notes = [f"not compared: {len(apart)} names that one of the engines alone has ({_first(apart)})"] if apart else []
+    return pairs, problems, notes
+
+
+def _of_one_engine(dump: Dump, candidate: Dump, truth: Dump, only: Sequence[str]) -> list[str]:
+    """Names of a dump without a counterpart that the map of one side does not know, where the sides have other maps."""
+    maps = {candidate.targets, truth.targets}
+    return [
+        name
+        for name in choose(dump.arrays, only)
+        if len(maps) > 1
+        and not (name in candidate.arrays and name in truth.arrays)
+        and any(targets and not choose([name.rpartition(": ")[2]], targets) for targets in maps)
+    ]
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _joined(ranks: Sequence[Array], shape: tuple[int, ...]) -> list[Array]:
@@ -182,10 +202,11 @@ def _words(
     assert measure is not None
     if rule.kind == "difference":
         return f"{where(measure)}: differs by {first.relative:.3g} of its size"
-    size = how_much(measure)
     if measure.whole <= 1 and measure.part:  # so small that every mistake of this size would explain it
         return f"{where(measure)} ({first.name}): {measure.part.name} errs {measure.part.ratio:.3g} times its allowance"
     known = know({n: s[0] for n, s in pairs.items()}, {n: s[1] for n, s in pairs.items()}, config)
+    sides = (known.candidate[first.name], known.truth[first.name]) if first.name in known.truth else None
+    size = how_much(measure, sides)
     before = [f.name for f in found[: found.index(first)] if f.measure]
     explained = explain(measure, known, before)
     tokens = ""

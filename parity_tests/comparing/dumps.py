@@ -55,11 +55,13 @@ class Dump:
 
     arrays: for each name the arrays of its ranks; one, where there are no ranks.
     config: the model's config.json, or {}.
+    targets: patterns of the names that its map of names can make; none, where there is no map.
     """
 
     source: str
     arrays: Mapping[str, Sequence[Array]]
     config: Mapping[str, Any]
+    targets: tuple[str, ...] = ()
 
 
 def open_dump(path: Path, order: Path | None = None, config: Path | None = None) -> Dump:

@@ -102,7 +102,9 @@ def rename(dump: Dump, names: Names) -> Dump:
         made[target] = [_made(target, group, steps, dump.config) for group in groups]
     used = {source for _, sources, _ in _find(dump, names) for source in sources}
     rest = {name: arrays for name, arrays in found.items() if name not in used}
-    return replace(dump, arrays={name: (made | rest)[name] for name in sorted(made | rest, key=sort_key)})
+    targets = tuple(target.replace(_LAYER, "*") for target in names.names)
+    arrays = {name: (made | rest)[name] for name in sorted(made | rest, key=sort_key)}
+    return replace(dump, arrays=arrays, targets=targets)
 
 
 def _find(dump: Dump, names: Names) -> list[tuple[str, list[str], Sequence[Any]]]:

@@ -17,6 +17,7 @@ import torchtrain
 from anchorline.errors import UserError
 from parity_tests.gate.case import (
     ADDED,
+    BEFORE,
     CHUNKS,
     FACTOR,
     TINY,
@@ -51,7 +52,6 @@ from torchtrain.training.step import StepResult, accumulate, step_batches, take_
 from torchtrain.training.strategy import Replicated, make_strategy
 
 DOMAINS = ["text"]
-BEFORE = 4  # the factor of an earlier extension
 
 Arrays = dict[str, np.ndarray]
 
@@ -95,7 +95,10 @@ def candidate_side(case: GateCase) -> Arrays:
     if "forward" in stages:
         batch = stack_rows(packed.rows)
         names = ("input_ids", "position_ids", "document_ids")
-        arrays |= {f"inputs.{name}": batch[name].numpy() for name in names}
+        arrays |= {f"inputs.{name}": batch[name].numpy().copy() for name in names}
+        plan = make_plan(batch["document_ids"])
+        counts = plan.live_pairs, plan.max_seqlen_q, plan.max_seqlen_k, len(plan.seqlens_q)
+        arrays["forward.counts"] = np.array(counts)
         arrays |= _taps(_build(case).eval(), {name: batch[name].to(device()) for name in names})
     if "loss" in stages:
         names = ["shift_labels", *["weights"] * case.spec.weights]
@@ -124,7 +127,13 @@ def _exported_taps(case: GateCase, folder: str) -> Arrays:
 
 
 def _taps(model: Any, inputs: dict[str, Tensor]) -> Arrays:
-    return capture_taps(model, **inputs, plan=make_plan(inputs["document_ids"]))
+    """The taps of a model that has seen other documents in the same tensor: its plan has to follow."""
+    ids_BT = inputs["document_ids"]
+    right_BT = ids_BT.clone()
+    with torch.no_grad():
+        model(**inputs | {"document_ids": ids_BT.clamp_(max=1)}, use_cache=False)
+    ids_BT.copy_(right_BT)
+    return capture_taps(model, **inputs)
 
 
 class _Rows:
@@ -185,10 +194,12 @@ def _one_step(case: GateCase, packed: _Rows, model: Any, world: World) -> tuple[
         names[id(parameter)]: master for parameter, master in zip(optimizer.parameters, optimizer.masters, strict=True)
     }
     tokens = _TokenLosses(world)
-    losses, _ = accumulate(strategy, step_batches(packed, 0, train, DOMAINS, world), DOMAINS, train.loss_chunk, tokens)
+    batches = step_batches(packed, 0, train, DOMAINS, world)
+    losses, pairs = accumulate(strategy, batches, DOMAINS, train.loss_chunk, tokens)
     assert losses.overall.value is not None, "no token has a label"
     if "loss" in stages:
         arrays["loss"] = np.array([losses.overall.value])
+        arrays["loss.counts"] = np.array([pairs, losses.overall.tokens])
     if stages & {"gradients", "step"}:
         arrays |= {f"gradients.{name}": _numpy(_gradient(master)) for name, master in masters.items()}
     if "step" in stages:
@@ -269,8 +280,22 @@ def _draw(config: Any, spec: CaseSpec, dtype: torch.dtype) -> Any:
     return model
 
 
-def _add(model: Any, dtype: torch.dtype, softcap: float | None = None, sinks: bool = False) -> None:
-    """Let every layer hand a soft cap, as Gemma 2's do, or sinks, as gpt-oss's do, on to its attention."""
+def _add(
+    model: Any,
+    dtype: torch.dtype,
+    softcap: float | None = None,
+    sinks: bool = False,
+    logits_softcap: float | None = None,
+    head_bias: bool = False,
+) -> None:
+    """Let every layer hand a soft cap, as Gemma 2's do, or sinks, as gpt-oss's do, on to its attention; and the head
+    have a cap, of which the trainer reads in the config, and a bias.
+    """
+    if head_bias:
+        model.lm_head.bias = nn.Parameter(torch.zeros(model.config.vocab_size, dtype=dtype))
+    if (cap := logits_softcap) is not None:
+        model.config.final_logit_softcapping = cap
+        model.lm_head.register_forward_hook(lambda _, args, out: torch.tanh(out / cap) * cap)
 
     def hand_on(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, kwargs | {"softcap": softcap, "s_aux": module.sinks if sinks else None}
@@ -286,7 +311,7 @@ def _extended_before(spec: CaseSpec) -> Any:
     config = tiny_config(spec)
     if spec.rope_before == "default":
         return config
-    first = spec.model_copy(update={"rope": spec.rope_before, "rope_parameters": "usual"})
+    first = spec.model_copy(update={"rope": spec.rope_before, "rope_before": "default", "rope_parameters": "usual"})
     settings: dict[str, Any] = rope_settings(first, config.head_dim // 2) | {"factor": BEFORE}
     rope = RopeConfig(type=spec.rope_before, **settings)
     longer = config.max_position_embeddings * (1 if spec.rope_before == "dynamic" else BEFORE)
@@ -307,13 +332,14 @@ def _load(folder: str, spec: CaseSpec) -> Any:
 
 
 def _extend(config: Any, spec: CaseSpec) -> Any:
-    rope = RopeConfig(type=spec.rope, **rope_settings(spec, rotated_dimensions(config) // 2))
+    settings = rope_settings(spec, rotated_dimensions(config) // 2)
+    rope = RopeConfig(type=spec.rope, **settings)
     if spec.rope == "keep" and rope.theta == "keep":
         return config
     # `dynamic` scales beyond the length that the model is made for; so it is made for no more.
     held = config.max_position_embeddings // (1 if spec.rope_before in ("default", "dynamic") else BEFORE)
-    stretched = held if spec.rope in ("keep", "default", "dynamic") else held * int(FACTOR)
-    return extend(config, rope, stretched)
+    as_it_is = spec.rope in ("keep", "default") or ("factor" in settings and spec.rope == "dynamic")
+    return extend(config, rope, held if as_it_is else held * int(FACTOR))
 
 
 def _gradient(master: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from jaxref.rope_spec import RopeSpec
 from jaxref.storage.weights import parameter_shapes
 from parity_tests.gate.spec import RUN_STEPS, STEPS, CaseSpec
 from torchtrain.config import LossWeightConfig, TrainConfig
-from torchtrain.modeling.source import open_tokenizer, resolve_source
+from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig,
@@ -35,7 +35,7 @@ FAMILIES: dict[str, Any] = {
 }
 # Families that are a Llama but for what the oracle's config says of them: `ADDED`, or a part of the head that rotates.
 ALIKE: dict[str, Any] = {"granite": GraniteConfig, "glm4_moe": Glm4MoeConfig}
-SCALE = 0.2
+SCALE, DIVISOR, CAP = 0.2, 3.0, 1.5  # of attention's logits, and of the head's
 _WINDOW = {"sliding_window": 6}  # shorter than a document, and than the anchor and a document
 _EVERY_OTHER = {
     "use_sliding_window": True,
@@ -43,8 +43,9 @@ _EVERY_OTHER = {
 }
 # A family of which one thing is another: its head is the embedding; heads of 128; 50,000 words; it is written to a
 # folder and loaded as a run does; every other layer has a window; or every layer, with a soft cap (as in Gemma 2) or
-# sinks (as in gpt-oss). The gradient of sinks is one number a head, hence 64 heads. A scale that is not 64 ** -0.5; 22
-# dimensions of 64 that rotate (0.355 of 64, cut).
+# sinks (as in gpt-oss). The gradient of sinks is one number a head, hence 64 heads. A scale that is not 64 ** -0.5 and
+# logits that are divided; 22 dimensions of 64 that rotate (0.355 of 64, cut). `capped` has a head with a bias, too, and
+# a soft cap of the logits.
 VARIED: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"tie_word_embeddings": True}),
     "wide_heads": ("llama", {"head_dim": 128}),
@@ -56,14 +57,18 @@ VARIED: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral",
         _WINDOW | {"num_hidden_layers": 2, "num_attention_heads": 64, "num_key_value_heads": 32, "head_dim": 4},
     ),
-    "scaled": ("granite", {"num_hidden_layers": 2, "attention_multiplier": SCALE}),
+    "scaled": ("granite", {"num_hidden_layers": 2, "attention_multiplier": SCALE, "logits_scaling": DIVISOR}),
     "partial": (
         "glm4_moe",
         {"num_hidden_layers": 2, "first_k_dense_replace": 2, "num_mtp_layers": 0, "partial_rotary_factor": 0.355},
     ),
 }
 # What no config.json of these families says: both sides add it to the model.
-ADDED: dict[str, dict[str, Any]] = {"capped": {"softcap": 2.0}, "sinks": {"sinks": True}, "scaled": {"scale": SCALE}}
+ADDED: dict[str, dict[str, Any]] = {
+    "capped": {"softcap": 2.0, "logits_softcap": CAP, "head_bias": True},
+    "sinks": {"sinks": True},
+    "scaled": {"scale": SCALE, "logits_divisor": DIVISOR},
+}
 TINY = (*FAMILIES, *VARIED)
 CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default too
 
@@ -89,6 +94,7 @@ SIZES = {
 
 # A tiny model's own length, from which RoPE is stretched; both sides derive the rest from the same settings.
 ORIGINAL, FACTOR = 1024, 8.0
+BEFORE = 4  # the factor of an earlier extension
 SHORT = 32  # where a whole run stretches it: less than a row
 
 # Epsilon is of the size of the gradients. Where it is far below them, the first steps are the sign of each gradient,
@@ -192,7 +198,8 @@ def draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
     """
     random = np.random.default_rng((spec.seed, 1))
     tag = TAG_TOKENS if "+tag" in spec.variant else 0
-    holes = HOLES if spec.padding == "inside" else 0
+    more = max(0, spec.tokens - 128) // 16  # so that a block of 128 keys has enough of them to show
+    holes = HOLES + more if spec.padding == "inside" else 0
     text = spec.tokens - spec.anchor_tokens - spec.documents * tag - holes
     if spec.documents == 5:
         lengths = (text * 2 // 5, 1, text // 4, text // 8)
@@ -210,7 +217,7 @@ def draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
         seed, domains = 2 * spec.seed + number, (0,) * len(own)
         targets = tuple(draw_targets(random, n) for n in own) if spec.answers else ()
         row = RowTokens(take(spec.anchor_tokens), documents, tags, padding, seed, domains, targets)
-        return replace(row, holes=_choose_holes(row, number)) if holes else row
+        return replace(row, holes=_choose_holes(row, number, more)) if holes else row
 
     # In another order, so that no boundary and no position is where the first row has it.
     order = (2, 1, 3, 0) if spec.documents == 5 else range(spec.documents - 2, -1, -1)
@@ -223,11 +230,12 @@ def draw_targets(random: np.random.Generator, tokens: int) -> np.ndarray:
     return np.append(random.random(tokens - 1) < 0.5, True)
 
 
-def _choose_holes(row: RowTokens, number: int) -> tuple[int, ...]:
+def _choose_holes(row: RowTokens, number: int, more: int) -> tuple[int, ...]:
     """Within the first document, which they interrupt twice, and between the second and the third."""
     first, second = (len(tag) + len(tokens) for tag, tokens in zip(row.tags[:2], row.documents, strict=False))
     start = len(row.anchor)
-    return (*[start + first // 3] * (2 + number), start + first // 2, *[start + first + second] * (HOLES - 3 - number))
+    middle = [start + first // 2] * (1 + more)
+    return (*[start + first // 3] * (2 + number), *middle, *[start + first + second] * (HOLES - 3 - number))
 
 
 def insert_padding(row: Mapping[str, np.ndarray], holes: Sequence[int]) -> dict[str, np.ndarray]:
@@ -240,6 +248,8 @@ def _draw_tokens(spec: CaseSpec, folder: str | None, random: np.random.Generator
     count = 2 * spec.tokens
     if folder is None:
         return random.integers(0, tiny_config(spec).vocab_size, count)
+    if not any(file for pattern in ("*token*", "vocab*") for file in Path(folder).glob(pattern)):
+        return random.integers(0, open_config(folder).get_text_config(decoder=True).vocab_size, count)
     tokenizer = open_tokenizer(folder)
     ids = np.asarray(tokenizer(inspect.getsource(textwrap), add_special_tokens=False).input_ids)
     if len(np.unique(ids)) < WORDS:  # it does not know English: one token in all places would show nothing
@@ -301,7 +311,9 @@ def tiny_weights(model: str, seed: int) -> Mapping[str, np.ndarray]:
 def rope_settings(spec: CaseSpec, pairs: int) -> dict[str, Any]:
     """Return theta, where it is given, and the parameters of the case's RoPE type. `pairs`: how many rotate."""
     rope, all_ = spec.rope, spec.rope_parameters == "all"
-    settings: dict[str, Any] = {} if rope in ("keep", "default") else {"factor": FACTOR}
+    # After `dynamic`, whose length is the model's own, `dynamic` itself finds the factor of a longer one.
+    open_ = rope in ("keep", "default") or rope == spec.rope_before == "dynamic"
+    settings: dict[str, Any] = {} if open_ else {"factor": FACTOR}
     if rope == "llama3":
         settings |= {"low_freq_factor": 2.0 if all_ else 1.0, "high_freq_factor": 7.0 if all_ else 4.0}
     if rope == "longrope":
@@ -326,6 +338,9 @@ def _read_config(spec: CaseSpec, folder: str | None) -> DecoderConfig:
     if spec.rope in ("dynamic", "yarn", "llama3", "longrope"):
         own = config.rope.original_max_position_embeddings
         settings["original_max_position_embeddings"] = own or config.max_position_embeddings
+    if spec.rope == spec.rope_before == "dynamic":
+        longer = int(FACTOR) * settings["original_max_position_embeddings"]
+        settings |= {"factor": BEFORE * FACTOR, "original_max_position_embeddings": longer}
     lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
     given: dict[str, Any] = {"theta": config.rope.theta, **settings, **lists}
     rope = RopeSpec(head_dim=config.rope.head_dim, rope_type=spec.rope, **given)

@@ -22,8 +22,9 @@ TAG_WORD = "w4"  # comes before it
 RESUMED_AFTER = 2  # steps: the run is interrupted in a later one
 HELD_OUT_SHARE, HELD_OUT_ROWS = 0.2, 2  # rows for each domain
 _SHUFFLE, _INTERLEAVE, _HELD_OUT, _ROWS = 0, 1, 2, 6
-# Tokens of each document for rows of 53, by domain: some are cut twice, one is a word and its end.
-_LENGTHS = ((70, 12, 30, 9, 20), (2, 41, 25, 120, 7))
+# Tokens of each document for rows of 53, by domain: some are cut twice, one is a word and its end. With tags the first
+# epoch has four rows and the second five.
+_LENGTHS = ((70, 12, 3, 9, 6), (2, 41, 25, 120, 7))
 
 
 @dataclass(frozen=True)

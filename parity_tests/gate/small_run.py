@@ -94,8 +94,9 @@ def run_side(case: GateCase, model: Any, capture: Any) -> Arrays:
             means = {"": held_out.overall, ".new_positions": held_out.new_positions}
             means |= {f".{domain}": mean for domain, mean in held_out.by_domain.items()}
             arrays |= {f"run.held_out.{name}{of}": np.array([mean.value]) for of, mean in means.items() if mean.tokens}
-        exported = json.loads((result.model / "config.json").read_text(encoding="utf-8"))
-        arrays["run.length"] = np.array([exported["max_position_embeddings"]])
+        lengths = {"config.json": "max_position_embeddings", "tokenizer_config.json": "model_max_length"}
+        read = [json.loads((result.model / file).read_text(encoding="utf-8"))[name] for file, name in lengths.items()]
+        arrays["run.lengths"] = np.minimum(read, 2**53).astype(np.int64)  # 1e30 says: none
         taps = capture(str(result.model))
     arrays |= {f"run.masters.{name}": master for name, master in watch.masters.items()}
     return arrays | {f"run.exported.{name}": tap for name, tap in taps.items()}

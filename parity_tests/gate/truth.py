@@ -5,7 +5,7 @@ Nothing here depends on the candidate, so that cases and bugs of the zoo share w
 Legend: B batch · T tokens of a row.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 from anchorline.tolerance import likely_error_of_norms
 from jaxref.layout import lay_out
 from jaxref.loss import IGNORED, batch_nll, context_weights, mean_and_gradients, token_nll, total_weight
+from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 from jaxref.model import Decoder, to_arrays
 from jaxref.optim import step
 from jaxref.rounding import preset
@@ -42,12 +43,14 @@ class OracleArrays:
     """Truth in float64 and what the rounding preset makes of it, by the same names. Exact arrays have a truth alone.
 
     likely: what a reference of some arrays may well err (`judge`'s `likely_error`).
+    retrain: the losses of the last of so many steps, under other settings.
     """
 
     truth: Mapping[str, np.ndarray]
     reference: Mapping[str, np.ndarray]
     exact: Mapping[str, np.ndarray]
     likely: Mapping[str, float] = field(default_factory=dict)
+    retrain: Callable[[TrainConfig, int], np.ndarray] | None = None
 
 
 class Oracle:
@@ -74,12 +77,16 @@ class Oracle:
         }
         names = [name for stage in case.spec.stages for name in inputs.get(stage, ())]
         same = {f"inputs.{name}": exact.batch[name] for name in names} | (exact.of_run if case.spec.is_run else {})
+        same |= {
+            f"{stage}.counts": exact.counts(stage, case) for stage in ("forward", "loss") if stage in case.spec.stages
+        }
         likely = dict(exact.likely)
         if case.oracle_folder is not None and "gradients" in case.spec.stages:
             likely |= self._errors_of_orders(case, truth, reference)
         for name in [name for name in truth if name.endswith(_OF_WEIGHTS)]:
             likely[name.removesuffix(_OF_WEIGHTS)] = likely_error_of_norms(truth.pop(name), reference.pop(name))
-        return OracleArrays(truth, reference, same, likely)
+        rounded = self._get(case, preset_of(case.spec))
+        return OracleArrays(truth, reference, same, likely, lambda train, steps: rounded.retrain(case, train, steps))
 
     def _errors_of_orders(self, case: GateCase, truth: Arrays, reference: Arrays) -> dict[str, float]:
         """What the gradients err on the root mean square over two orders of summation, by name.
@@ -123,6 +130,25 @@ class _RoundedOracle:
                 self._trajectories[key] = self._run(case) if run else self._run_steps(case)
             return self._trajectories[key]
         return {} if stage == "step" else getattr(self, f"_{stage}")
+
+    def counts(self, stage: str, case: GateCase) -> np.ndarray:
+        """Numbers that no array shows. forward: visible pairs, longest segment in queries and in keys, and segments.
+        loss: visible pairs in the mean over layers, and labels, of a step.
+        """
+        ids_BT = self.batch["document_ids"]
+        if stage == "forward":
+            sizes = [
+                ((row == document).sum(), (row == ANCHOR).sum() * (document != ANCHOR))
+                for row in ids_BT
+                for document in np.unique(row[row != PADDING])
+            ]
+            queries, in_front = np.array(sizes).T
+            pairs = sum(_count_pairs(row, None) for row in ids_BT)
+            return np.array([pairs, queries.max(), (queries + in_front).max(), len(queries)])
+        windows = case.decoder_config.windows
+        each = {window: [_count_pairs(row, window) for row in ids_BT] for window in set(windows)}
+        pairs = sum(round(sum(of_row) / len(windows)) for of_row in zip(*(each[w] for w in windows), strict=True))
+        return np.array([pairs, (self.batch["shift_labels"] != IGNORED).sum()]) * case.spec.ranks * case.spec.repeats
 
     @cached_property
     def _decoder(self) -> Decoder:
@@ -174,6 +200,11 @@ class _RoundedOracle:
         losses, norms, _, _ = self._train(self._decoder, masters, case, train, [self._rows] * train.steps)
         found = {f"trajectory.{number}": step_losses for number, step_losses in enumerate(losses)}
         return {"trajectory.rates": self._rates(train), **found} | _norms("trajectory", norms)
+
+    def retrain(self, case: GateCase, train: TrainConfig, steps: int) -> np.ndarray:
+        """Return the losses of the last of the first steps of a trajectory under other settings."""
+        masters = to_arrays(cast(self._decoder, self._rounding.carrier))
+        return self._train(self._decoder, masters, case, train, [self._rows] * steps)[0][-1]
 
     def _rates(self, train: TrainConfig) -> np.ndarray:
         return rates_of(train) if self._exact else rates_of(train).astype(np.float32)
@@ -231,7 +262,8 @@ class _RoundedOracle:
         likely = likely_errors_of_rotation(decoder, taps, batch["position_ids"])
         self.likely |= {f"run.exported.{name}": error for name, error in likely.items()}
         self.of_run = {f"run.inputs.{name}": np.concatenate([row[name] for row in rows]) for name in rows[0]}
-        self.of_run["run.length"] = np.array([max(spec.tokens, config.max_position_embeddings)])
+        # Of the model and of its tokenizer.
+        self.of_run["run.lengths"] = np.array([max(spec.tokens, config.max_position_embeddings)] * 2)
         return found
 
     def _lay_out(self, rows: Iterable[RowTokens]) -> list[Arrays]:
@@ -242,6 +274,11 @@ class _RoundedOracle:
         ids_BT, labels_BT = (np.concatenate([row[name] for row in laid]) for name in ("document_ids", "shift_labels"))
         weights_BT = context_weights(ids_BT, labels_BT, WEIGHTS.tail, WEIGHTS.extra, WEIGHTS.most)
         return [row | {"weights": own_T[None]} for row, own_T in zip(laid, weights_BT, strict=True)]
+
+
+def _count_pairs(ids_T: np.ndarray, window: int | None) -> int:
+    parts = [slice(at, at + QUERY_BLOCK) for at in range(0, len(ids_T), QUERY_BLOCK)]
+    return sum(int(visible_BQJ(ids_T[None], part, window=window).sum()) for part in parts)
 
 
 def _norms(stage: str, norms: Sequence[tuple[float, list[float]]]) -> Arrays:

@@ -33,12 +33,14 @@ def describe(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arr
     if measure.whole <= 1 and measure.part:  # so small that every mistake of this size would explain it
         return f"{where(measure)}: {measure.part.name} errs {measure.part.ratio:.3g} times its allowance"
     explained = cause(case, measure, truth, candidate, oracle)
-    by_token = measure.group == "forward" or measure.name in ("loss.tokens", "inputs.shift_labels", "inputs.weights")
+    by_token = measure.group == "forward" and truth.ndim > 1
+    by_token |= measure.name in ("loss.tokens", "inputs.shift_labels", "inputs.weights")
     by_token |= measure.name.startswith(("run.inputs.", "run.losses."))
+    size = how_much(measure, (candidate[measure.name], truth))
     # An explanation that speaks of tokens says which.
     of_tokens = by_token and not (explained and "token" in explained)
     tokens = extent(np.abs(candidate[measure.name] - truth), measure) if of_tokens else None
-    return "; ".join(filter(None, (f"{where(measure)}: {how_much(measure)}", tokens, explained)))
+    return "; ".join(filter(None, (f"{where(measure)}: {size}", tokens, explained)))
 
 
 def cause(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arrays, oracle: OracleArrays) -> str | None:
@@ -61,7 +63,9 @@ def cause(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arrays
     if measure.name == "loss.tokens":
         return _explain_labels(array, truth)
     if measure.group == "trajectory":
-        return _explain_norms(case, measure, array, truth) if measure.tap == "norms" else _explain_losses(measure)
+        if measure.tap == "norms":
+            return _explain_norms(case, measure, array, truth)
+        return _explain_losses(case, measure, array, oracle)
     if measure.group == "step":
         before = candidate.get(f"step.before.{measure.name.removeprefix('step.')}")
         if before is None:
@@ -121,9 +125,21 @@ def _explain_clipping(case: GateCase, measure: Measure, array: np.ndarray, candi
     return None
 
 
-def _explain_losses(measure: Measure) -> str | None:
-    """Losses of the steps before are right, and so are all learning rates."""
-    if not measure.tap.isdecimal() or int(measure.tap) < 2:
+def _explain_losses(case: GateCase, measure: Measure, array: np.ndarray, oracle: OracleArrays) -> str | None:
+    """Losses of the steps before are right, and so are all learning rates: the oracle trains under other settings."""
+    number = int(measure.tap) if measure.tap.isdecimal() else 0
+    limit = case.trajectory.clip_norm
+    retrain = oracle.retrain if number else None
+    for words, changes in (
+        ("AdamW's betas are 0.9 and 0.999", {"betas": (0.9, 0.999)}),
+        ("gradients are not clipped", {"clip_norm": None}),
+        (f"gradients are clipped to 1, not to {limit}", {"clip_norm": 1.0}),
+        ("epsilon is 1e-8", {"epsilon": 1e-8}),
+    ):
+        train = case.trajectory.model_copy(update=changes)
+        if retrain and explains(measure, array, retrain(train, number + 1)):
+            return words
+    if number < 2:
         return None
     return "the first update is right: look at what a step leaves to the next (betas, moments, gradients)"
 

@@ -15,6 +15,7 @@ from jaxref.rope_spec import RopeSpec
 from parity_tests.mistakes import Mistake, explanations
 from parity_tests.mistakes.attention import attention_on, forward, forward_mistakes
 from parity_tests.mistakes.rotation import rotation_mistakes
+from parity_tests.report.measure import where_not_finite
 from parity_tests.report.schema import Measure
 
 LONGEST = 512  # tokens for which a [T, T] mask is tried
@@ -42,9 +43,10 @@ _TAPS = {
     "stored": "weights as the model holds them after the step",
     "rates": "learning rates of the steps",
     "norms": "gradient norms of the steps",
+    "counts": "numbers of visible pairs, segments and labels",
 }
 _RUN = {
-    "length": "length that the exported config.json holds",
+    "lengths": "lengths that the exported config.json and tokenizer_config.json hold",
     "held_out.before": "held-out loss before training",
     "held_out.after": "held-out loss after training",
 }
@@ -82,12 +84,13 @@ def where(measure: Measure) -> str:
     return what if measure.layer is None else f"layer {measure.layer}, {what}"
 
 
-def how_much(measure: Measure) -> str:
-    """`41 times the allowance`."""
+def how_much(measure: Measure, sides: tuple[np.ndarray, np.ndarray] | None = None) -> str:
+    """`41 times the allowance`. sides: the array of both, where what is not finite is to have its place."""
     if measure.allowance == 0 and measure.error == int(measure.error):
         return f"{int(measure.error)} of {int(np.prod(measure.shape))} entries differ, and none may"
     if not np.isfinite(measure.ratio):
-        return "the error is not finite"
+        broken = where_not_finite(*sides) if sides else None
+        return broken or "the error is not finite"
     return f"{measure.ratio:.3g} times the allowance"
 
 

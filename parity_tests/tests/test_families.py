@@ -98,7 +98,8 @@ def test_flattened_documents_are_what_the_family_computes_of_each_alone(family):
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
 def test_parity_run_judges_a_checkpoint_of_a_family_that_the_oracle_lacks(family, tmp_path):
     families.tiny_model(family).float().save_pretrained(tmp_path)
-    word_tokenizer().save_pretrained(tmp_path)
+    if family == "gemma2":  # the other has no tokenizer, and none is needed
+        word_tokenizer().save_pretrained(tmp_path)
     arguments = ["run", f"model={tmp_path}", "tokens=53", "stages=forward,gradients"]
     right = CliRunner().invoke(cli.app, [*arguments, "dtype=float32"])
     assert right.exit_code == 0, right.output

@@ -126,7 +126,11 @@ def test_a_frequency_that_the_oracle_rounds_luckily_is_no_allowance():
 
 
 def test_biases_are_judged_with_their_weights():
-    case = run_case(CaseSpec(model="qwen2", stages=("gradients",)), ORACLE)
+    qwen = resolve(CaseSpec(model="qwen2", stages=("gradients",)))
+    arrays = candidate_side(qwen)
+    names = list(arrays)
+    case = judge_case(qwen, arrays, ORACLE.side(qwen))
+    assert list(arrays) == names, "judging changes what it judges"
     (measure,) = [m for m in case.measures if m.name.endswith("layers.0.self_attn.k_proj.weight+bias")]
     assert measure.shape == [2 * SIZES["head_dim"], SIZES["hidden_size"] + 1]
     assert case.passed
@@ -211,6 +215,10 @@ def test_nan_shapes_and_missing_arrays_are_problems_in_words():
     assert "logits is missing" in str(case.problem)
     assert "1 more such" in str(case.problem)
     assert not case.passed
+    broken = dict(arrays) | {"layers.1.q": broken["layers.1.q"]}
+    words = judge_case(resolve(SPEC), broken, oracle).first_divergence
+    assert words is not None
+    assert "NaN at [0, 3, 1, 2], 1 of 27136 elements" in words.words
 
 
 def test_stored_weights_are_the_masters_rounded():
@@ -240,6 +248,7 @@ def test_ranks_that_share_a_step_compute_what_one_does():
         assert one.keys() == two.keys()
         two["step.stored"], other = np.split(two["step.stored"], 2)
         assert np.array_equal(other, two["step.stored"])
+        one["loss.counts"] = 2 * one["loss.counts"]
         assert [name for name in one if not np.array_equal(one[name], two[name])] == []
 
 
@@ -307,6 +316,27 @@ def test_the_words_for_what_steps_leave(name, change, words):
     right = np.array([[3.0, 2.0, 0.5]]) if name != "trajectory.norms" else np.array([3.0, 2.0, 0.5])
     oracle = OracleArrays({name: right}, {name: right * (1 + 2**-25)}, {})
     case = judge_case(resolve(CaseSpec(stages=("trajectory",))), {name: change(right)}, oracle)
+    assert case.first_divergence is not None
+    assert case.first_divergence.words.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"betas": (0.9, 0.999)}, "AdamW's betas are 0.9 and 0.999"),
+        ({"clip_norm": None}, "gradients are not clipped"),
+        ({"clip_norm": 1.0}, "gradients are clipped to 1, not to 0.5"),
+        ({"epsilon": 1e-8}, "epsilon is 1e-8"),
+    ],
+)
+def test_betas_and_clipping_are_told_apart(changes, words):
+    def retrain(train, steps):
+        assert steps == 3
+        return right + 1 if all(getattr(train, name) == value for name, value in changes.items()) else right + 2
+
+    right = np.array([[3.0, 2.0, 0.5]])
+    oracle = OracleArrays({"trajectory.2": right}, {"trajectory.2": right * (1 + 2**-25)}, {}, retrain=retrain)
+    case = judge_case(resolve(CaseSpec(stages=("trajectory",))), {"trajectory.2": right + 1}, oracle)
     assert case.first_divergence is not None
     assert case.first_divergence.words.endswith(words)
 

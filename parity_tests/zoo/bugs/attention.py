@@ -1,5 +1,7 @@
 """Bugs of the forward pass: masks, heads, softmax and what reaches an attention engine."""
 
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -7,8 +9,8 @@ from torch import Tensor
 from transformers.models.qwen3 import modeling_qwen3
 
 from parity_tests.zoo import Bug, bug, plain
-from parity_tests.zoo.patch import attention, documents, every_engine
-from torchtrain.attention.layer import LayerOptions
+from parity_tests.zoo.patch import around, attention, documents, every_engine
+from torchtrain.attention.block_mask import make_block_mask
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.marks import ANCHOR
 
@@ -23,33 +25,30 @@ def anchor_of_first_row(document_ids_BT: Tensor) -> Tensor:
     return torch.cat([document_ids_BT[:1], document_ids_BT[1:].masked_fill(document_ids_BT[1:] == 0, 1)])
 
 
-@bug(every_engine)
-def causal_sees_next(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
-) -> tuple[Tensor, None]:
-    ids_BT = plan.document_ids_BT
+def softmax_is(wrong: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Any:
+    """Other probabilities: `wrong(logits, mask, document_ids_BT)`, the first two broadcast to [B, K, G, T, T]."""
+
+    def attend(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: Any, layer: Any) -> tuple[Tensor, None]:
+        ids_BT = plan.document_ids_BT
+        return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, lambda logits, mask: wrong(logits, mask, ids_BT))
+
+    return every_engine(attend)
+
+
+@bug(softmax_is)
+def causal_sees_next(logits: Tensor, mask: Tensor, ids_BT: Tensor) -> Tensor:
     same_BTT = (ids_BT[:, :, None] == ids_BT[:, None, :]) & (ids_BT >= 0)[:, None, :]
-    next_BTT = same_BTT.triu(1).tril(1)[:, None, None]
-    return plain.attend(
-        q_BTHD, k_BTKD, v_BTKD, plan, layer, lambda logits, mask: plain.softmax(logits, mask | next_BTT)
-    )
+    return plain.softmax(logits, mask | same_BTT.triu(1).tril(1)[:, None, None])
 
 
-@bug(every_engine)
-def causal_top_left(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
-) -> tuple[Tensor, None]:
-    ids_BT = plan.document_ids_BT
+@bug(softmax_is)
+def causal_top_left(logits: Tensor, mask: Tensor, ids_BT: Tensor) -> Tensor:
     index_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     anchors_B11 = (ids_BT == ANCHOR).sum(1)[:, None, None]
     # The query's own place among its keys, were it aligned top-left, is A places too early.
     late_BTT = (ids_BT > ANCHOR)[:, :, None] & (index_T[None, None, :] > index_T[None, :, None] - anchors_B11)
     late_BTT &= (ids_BT > ANCHOR)[:, None, :]
-
-    def probabilities(logits: Tensor, mask: Tensor) -> Tensor:
-        return plain.softmax(logits, mask & ~late_BTT[:, None, None])
-
-    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, probabilities)
+    return plain.softmax(logits, mask & ~late_BTT[:, None, None])
 
 
 @bug(documents)
@@ -93,26 +92,15 @@ def last_document_dropped(document_ids_BT: Tensor) -> Tensor:
     return torch.where((document_ids_BT == last_B1) & (last_B1 > 1), -1, document_ids_BT)
 
 
-@bug(every_engine)
-def lse_without_anchor(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
-) -> tuple[Tensor, None]:
-    ids_BT = plan.document_ids_BT
+@bug(softmax_is)
+def lse_without_anchor(logits: Tensor, mask: Tensor, ids_BT: Tensor) -> Tensor:
     foreign_BTT = ((ids_BT == ANCHOR)[:, None, :] & (ids_BT > ANCHOR)[:, :, None])[:, None, None]
-
-    def probabilities(logits: Tensor, mask: Tensor) -> Tensor:
-        right = logits.masked_fill(~mask, -1e30).logsumexp(-1, keepdim=True)
-        without_anchor = logits.masked_fill(~mask | foreign_BTT, -1e30).logsumexp(-1, keepdim=True)
-        return plain.softmax(logits, mask) * (right - without_anchor).exp()
-
-    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, probabilities)
+    right = logits.masked_fill(~mask, -1e30).logsumexp(-1, keepdim=True)
+    without_anchor = logits.masked_fill(~mask | foreign_BTT, -1e30).logsumexp(-1, keepdim=True)
+    return plain.softmax(logits, mask) * (right - without_anchor).exp()
 
 
-@bug(every_engine)
-def mask_added(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
-) -> tuple[Tensor, None]:
-    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, lambda logits, mask: (logits + mask).softmax(-1))
+mask_added = Bug(lambda: softmax_is(lambda logits, mask, _: (logits + mask).softmax(-1)))
 
 
 @bug(documents)
@@ -120,18 +108,12 @@ def padding_visible(document_ids_BT: Tensor) -> Tensor:
     return torch.where(document_ids_BT < 0, document_ids_BT.amax() + 1, document_ids_BT)
 
 
-def _probabilities(logits: Tensor, mask: Tensor) -> Tensor:
+@bug(softmax_is)
+def probabilities_rounded_before_sum(logits: Tensor, mask: Tensor, _: Tensor) -> Tensor:
     logits = logits.masked_fill(~mask, -1e30)
     exponentials = (logits - logits.amax(-1, keepdim=True)).exp().bfloat16() * mask
     total = exponentials.sum(-1, keepdim=True)  # in bfloat16 too
     return (exponentials / total.clamp(min=1)).to(logits.dtype)
-
-
-@bug(every_engine)
-def probabilities_rounded_before_sum(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
-) -> tuple[Tensor, None]:
-    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, _probabilities)
 
 
 _qk_norm_after_rope_attend = modeling_qwen3.Qwen3Attention.forward
@@ -179,3 +161,27 @@ def anchor_of_two_at_most(document_ids_BT: Tensor) -> Tensor:
 def anchor_where_none_is(document_ids_BT: Tensor) -> Tensor:
     document_ids_BT[:, 0] = ANCHOR
     return document_ids_BT
+
+
+plan_of_earlier_ids = Bug(lambda: patch("torchtrain.attention.remember._is_unchanged", lambda *_: True))
+
+
+pairs_without_windows = Bug(
+    lambda: patch.object(AttentionPlan, "_live_pairs_within", lambda plan, window: plan.live_pairs)
+)
+longest_keys_without_anchor = Bug(lambda: patch.object(AttentionPlan, "max_seqlen_k", AttentionPlan.max_seqlen_q))
+
+
+def blocks_of(change: Callable[[Tensor], Tensor]) -> Any:
+    """FlexAttention's blocks of other documents, under the right rule inside of those that are not full."""
+
+    def changed(make: Any, ids_BT: Tensor, *rest: Any) -> Any:
+        wrong = make(change(ids_BT), *rest)
+        wrong.mask_mod = make(ids_BT, *rest).mask_mod
+        return wrong
+
+    return around(make_block_mask, changed)
+
+
+block_of_the_anchor_is_the_first_documents = Bug(lambda: blocks_of(lambda ids_BT: ids_BT.masked_fill(ids_BT == 0, 1)))
+full_block_of_two_documents = Bug(lambda: blocks_of(lambda ids_BT: ids_BT.clamp(max=3)))

@@ -53,31 +53,27 @@ anchor_beyond_window = Bug(lambda: _options(lambda _, **__: {"keep_anchor": True
 anchor_behind_window = Bug(lambda: _options(lambda _, **__: {"keep_anchor": False}))
 
 
-@bug(every_engine)
-def cap_after_mask(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
-) -> tuple[Tensor, None]:
-    cap = layer.softcap or 50.0
+def _capped(wrong: Callable[[Tensor, Tensor, float], Tensor]) -> Context:
+    """Other probabilities under a soft cap: `wrong(logits, mask, cap)`."""
 
-    def probabilities(logits: Tensor, mask: Tensor) -> Tensor:
-        return ((logits.masked_fill(~mask, float("-inf")) / cap).tanh() * cap).softmax(-1)
+    def attend(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: Any, layer: Any) -> tuple[Tensor, None]:
+        cap, bare = layer.softcap or 50.0, replace(layer, softcap=None)
+        return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, bare, lambda logits, mask: wrong(logits, mask, cap))
 
-    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, replace(layer, softcap=None), probabilities)
+    return every_engine(attend)
+
+
+@bug(_capped)
+def cap_after_mask(logits: Tensor, mask: Tensor, cap: float) -> Tensor:
+    return ((logits.masked_fill(~mask, float("-inf")) / cap).tanh() * cap).softmax(-1)
 
 
 cap_missing = Bug(lambda: _options(lambda _, **__: {"softcap": None}))
 
 
-@bug(every_engine)
-def cap_without_gradient(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
-) -> tuple[Tensor, None]:
-    cap = layer.softcap or 50.0
-
-    def probabilities(logits: Tensor, mask: Tensor) -> Tensor:
-        return plain.softmax(logits + ((logits / cap).tanh() * cap - logits).detach(), mask)
-
-    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, replace(layer, softcap=None), probabilities)
+@bug(_capped)
+def cap_without_gradient(logits: Tensor, mask: Tensor, cap: float) -> Tensor:
+    return plain.softmax(logits + ((logits / cap).tanh() * cap - logits).detach(), mask)
 
 
 @bug(_options)

@@ -16,7 +16,7 @@ from torchtrain.data.rows import build_row
 from torchtrain.data.weights import LossWeights
 from torchtrain.distributed.world import ALONE
 from torchtrain.marks import ANCHOR, IGNORED
-from torchtrain.modeling.head import hidden_states
+from torchtrain.modeling.head import AS_THEY_ARE, hidden_states
 from torchtrain.training.labels import Labels, find_labels
 from torchtrain.training.loss import _add_gradients, _losses, chunked_cross_entropy
 from torchtrain.training.losses import Losses
@@ -261,3 +261,26 @@ def weights_divided_by_tokens(batches, world):
 
 
 weights_summed_by_rank = Bug(lambda: swap(sum_weights, _own_labels))
+
+
+logits_divisor_ignored = Bug(
+    lambda: around(_losses, lambda losses, *args: losses(*args[:-1], args[-1]._replace(divisor=1.0)))
+)
+logits_cap_ignored = Bug(lambda: around(_losses, lambda f, *given: f(*given[:-1], given[-1]._replace(cap=None))))
+
+
+@bug(around, _losses)
+def logits_rule_without_gradient(losses, logits_nV, labels_n, scale, rule):
+    """Of a divisor and a soft cap: values as they are, gradients as if they were the head's own."""
+    made_nV = logits_nV * (rule.factor / rule.divisor)
+    if rule.cap is not None:
+        made_nV = torch.tanh(made_nV / rule.cap) * rule.cap
+    return losses(made_nV, labels_n, scale, AS_THEY_ARE)
+
+
+@bug(around, _add_gradients)
+def head_bias_of_last_chunk(add_gradients, *given):
+    for total in given[-1]:
+        if total.dim() == 1:
+            total.zero_()
+    return add_gradients(*given)

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from parity_tests.gate.case import SIZES
 from parity_tests.zoo import Bug, bug
 from parity_tests.zoo.patch import Context, frequencies, in_every_family, positions, rotation, swap, tables
+from torchtrain.modeling import rope
 from torchtrain.modeling.rope import extend, rotated_dimensions
 from torchtrain.modeling.rotation import rotate_in_float32
 
@@ -231,3 +232,6 @@ rotation_in_half = Bug(lambda: swap(rotate_in_float32, lambda model: None))
 def rope_table_in_bf16(rotary, position_ids_BT: Tensor, inv_freq_C: Tensor) -> tuple[Tensor, Tensor]:
     angle = position_ids_BT[..., None].float() * torch.cat((inv_freq_C, inv_freq_C))
     return angle.cos().bfloat16().float(), angle.sin().bfloat16().float()
+
+
+partial_ntk_of_the_head = Bug(lambda: patch.object(rope, "rotated_dimensions", rope._head_dim))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parity_tests.zoo import Bug, bug
+from parity_tests.zoo.bugs.attention import blocks_of
 from parity_tests.zoo.patch import around, batches, documents, swap, wrap
 from torchtrain.checkpoint.state import fill_masters
 from torchtrain.checkpoint.store import Checkpoints
@@ -43,6 +44,15 @@ interleaving_of_one_epoch = Bug(
 )
 
 rows_of_the_first_epoch = Bug(lambda: patch.object(PackedRows, "locate", lambda self, index: (0, index % len(self))))
+
+rows_of_each_epoch_alike = Bug(
+    lambda: patch.object(PackedRows, "locate", lambda self, index: divmod(index, self._rows_of(0)))
+)
+tags_left_out_of_the_count = Bug(
+    lambda: patch.object(
+        PackedRows, "_rows_of", lambda self, epoch: -(-int(self.lengths[self.documents].sum()) // self._capacity)
+    )
+)
 
 last_row_left_out = Bug(lambda: patch.object(PackedRows, "_rows_of", lambda self, epoch: len(self.plan(epoch)) - 1))
 
@@ -228,16 +238,27 @@ def _ntk_of_old():
     return patch.object(rope, "_parameters", make)
 
 
+dynamic_factor_stays = Bug(
+    lambda: _parameters(lambda made, own: made | {n: own[n] for n in ("factor",) if own["rope_type"] == "dynamic"})
+)
+
 second_extension_compounds = Bug(
     lambda: patch.object(rope, "_original_length", lambda config, own, answer: config.max_position_embeddings)
 )
 
 
+@bug(around, save_folder)
+def exported_tokenizer_keeps_its_length(save, model, tokenizer, folder, weights=None):
+    length = tokenizer.model_max_length
+    save(model, tokenizer, folder, weights)
+    tokenizer.model_max_length = length
+    tokenizer.save_pretrained(folder)
+
+
 # -- padding -----------------------------------------------------------------------------------------------------------
 
 
-@bug(documents)
-def padding_inside_is_seen(ids: Tensor) -> Tensor:
+def see_padding_inside(ids: Tensor) -> Tensor:
     """Padding that a document's tokens follow belongs to the document before it."""
     T = ids.shape[1]
     last = torch.where(ids != PADDING, torch.arange(T, device=ids.device), 0).amax(1, keepdim=True)
@@ -246,6 +267,10 @@ def padding_inside_is_seen(ids: Tensor) -> Tensor:
         inside = (ids[:, t] == PADDING) & (t < last[:, 0])
         filled[:, t] = torch.where(inside, filled[:, t - 1], ids[:, t])
     return filled
+
+
+padding_inside_is_seen = Bug(lambda: documents(see_padding_inside))
+full_block_with_padding = Bug(lambda: blocks_of(see_padding_inside))
 
 
 @bug(documents)
