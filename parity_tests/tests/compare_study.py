@@ -1,0 +1,281 @@
+"""What `parity compare` catches, where it says that a fault is, and how often it gives a false alarm.
+
+    python -m parity_tests.tests.compare_study [--seeds 25]      # writes benchmarks/results/compare-study.json
+
+A tiny Llama of transformers is recorded with each change of compare_study.yaml, and in ways that are right. Truth is
+the model in float64, the reference its eager attention in the candidate's dtype.
+"""
+
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import yaml
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama as llama
+
+from anchorline.files import save
+from parity_tests.comparing.compare import compare
+from parity_tests.comparing.dumps import Array, Dump, sort_key
+from parity_tests.comparing.judging import Rule
+from parity_tests.comparing.names import load_names, rename
+from parity_tests.record import watch
+from parity_tests.taps import _widen
+
+T, ROWS, FIRST, DTYPES = 53, 2, 1000, ("float32", "bfloat16")
+ROWS_OF_STUDY = yaml.safe_load((Path(__file__).parent / "compare_study.yaml").read_text(encoding="utf-8"))
+RESULT = Path("benchmarks/results/compare-study.json")
+SIZES = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 160, "num_hidden_layers": 3, "head_dim": 64}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+Change = Callable[[Any], Any]
+F = nn.functional
+
+
+@cache
+def make(seed: int) -> tuple[Any, dict[str, Tensor]]:
+    """A model whose weights are bfloat16 numbers, held in float32, and its inputs."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager"))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            size = (1.3 if "q_proj" in name or "k_proj" in name else 0.64) / p.shape[-1] ** 0.5
+            p.normal_(0, size) if p.ndim > 1 else p.add_(0.1 * torch.randn_like(p))
+            p.copy_(p.bfloat16())
+    ids, places = torch.randint(0, 97, (ROWS, T)), torch.arange(FIRST, FIRST + T).expand(ROWS, T)
+    return model, {"input_ids": ids, "labels": ids, "position_ids": places}
+
+
+@cache
+def dump(seed: int, dtype: str, change: Change = lambda model: None, apart: bool = False) -> Dump:
+    """Outputs, loss and gradients of a changed model, under the oracle's names. apart: each row by itself."""
+    source, inputs = make(seed)
+    model, rotary = copy.deepcopy(source).to(getattr(torch, dtype)), copy.deepcopy(source.model.rotary_emb)
+    model.model.rotary_emb = rotary.double() if dtype == "float64" else rotary  # frequencies stay in float32
+    patches = change(model) or patch.object(llama, "T", T, create=True)
+    parts = [{n: x[row : row + 1] for n, x in inputs.items()} for row in range(ROWS)] if apart else [inputs]
+    found: list[dict[str, Tensor]] = [{} for _ in parts]
+    with patches, watch(model, lambda name, x: at.update({name: x.detach().clone()})):
+        losses = []
+        for part, at in zip(parts, found, strict=True):  # noqa: B007
+            losses.append(model(**part, attention_mask=getattr(model, "other_mask", None)).loss / len(parts))
+        sum(losses).backward()
+    arrays = {name: torch.cat([x[name] for x in found]) for name in found[0] if "rotary_emb" not in name}
+    arrays["loss"] = torch.stack(losses).detach().sum(0, keepdim=True)
+    for name, p in model.named_parameters():
+        arrays[f"gradients.{name}"] = torch.zeros_like(p) if p.grad is None else p.grad
+    kept = {name: (str(x.dtype).removeprefix("torch."), _widen(x)) for name, x in arrays.items()}
+    held = {name: [Array(dtype, lambda x=x: x)] for name, (dtype, x) in kept.items()}
+    named = rename(Dump("", held, model.config.to_dict()), load_names("hf"))
+    return Dump("", {n: named.arrays[n] for n in sorted(named.arrays, key=sort_key)}, named.config, named.targets)
+
+
+def judge(seed: int, dtype: str, change: Change, apart: bool = False) -> tuple[float, str | None, float]:
+    """The largest ratio, the first array that breaks, and seconds that judging took."""
+    sides = dump.__wrapped__(seed, dtype, change, apart), dump(seed, "float64"), dump(seed, dtype)
+    started = time.process_time()
+    case = compare(*sides, None, Rule({}, None, 16, "reference")).cases[0]
+    first = case.first_divergence
+    return max(m.ratio for m in case.measures), first and first.name, time.process_time() - started
+
+
+# -- correct code ------------------------------------------------------------------------------------------------------
+
+
+def _sdpa(model: Any) -> None:
+    model.set_attn_implementation("sdpa")
+
+
+def _reorder(model: Any) -> None:
+    order = torch.randperm(SIZES["intermediate_size"])
+    for layer in model.model.layers:
+        layer.mlp.down_proj.forward = lambda x, w=layer.mlp.down_proj: F.linear(x[..., order], w.weight[:, order])
+
+
+def _fuse(model: Any) -> None:
+    for layer in model.model.layers:
+        parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+        sizes = [part.weight.shape[0] for part in parts]
+        for n, part in enumerate(parts):
+            whole = lambda x, ps=parts: F.linear(x, torch.cat([p.weight for p in ps]))  # noqa: E731
+            part.forward = lambda x, n=n, whole=whole, sizes=sizes: whole(x).split(sizes, -1)[n]
+
+
+def _in_parts(model: Any) -> None:
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            h = m.in_features // 2
+            m.forward = lambda x, w=m, h=h: x[..., :h] @ w.weight[:, :h].mT + x[..., h:] @ w.weight[:, h:].mT
+
+
+def _recompute(model: Any) -> None:
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _wide_head(model: Any) -> None:
+    model.lm_head.forward = lambda x, w=model.lm_head: F.linear(x.float(), w.weight.float()).to(x.dtype)
+
+
+WAYS: dict[str, tuple[Change, bool]] = {
+    "the same": (lambda model: None, False),
+    "SDPA": (_sdpa, False),
+    "sums of the MLP in another order": (_reorder, False),
+    "q, k and v fused": (_fuse, False),
+    "products in two parts, as two tensor parallel ranks": (_in_parts, False),
+    "activations recomputed": (_recompute, False),
+    "the head in float32": (_wide_head, False),
+    "each row by itself, as two data parallel ranks": (lambda model: None, True),
+}
+
+# -- wrong code --------------------------------------------------------------------------------------------------------
+
+
+def on(path: str, change: Callable[..., Any]) -> Change:
+    """Another output of a module: `change(output, module, input)`."""
+
+    def apply(model: Any) -> None:
+        module = model.get_submodule(path)
+        right = module.forward
+        module.forward = lambda *args, **kwargs: change(right(*args, **kwargs), module, args[0] if args else None)
+
+    return apply
+
+
+def weights(path: str, change: Callable[[Tensor], Tensor]) -> Change:
+    return lambda model: setattr(p := model.get_parameter(f"{path}.weight"), "data", change(p.data).contiguous())
+
+
+def tables(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Change:
+    def forward(model: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        positions, frequencies = change(position_ids.float(), model.model.rotary_emb.inv_freq.float())
+        angle = (positions[..., None] * frequencies).repeat(1, 1, 2)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+    return lambda model: setattr(
+        model.model.rotary_emb, "forward", lambda x, position_ids: forward(model, x, position_ids)
+    )
+
+
+def masked(rule: Callable[[Tensor, Tensor], Tensor]) -> Change:
+    visible = rule(torch.arange(T)[:, None], torch.arange(T))
+    return lambda m: setattr(m, "other_mask", torch.where(visible, 0.0, -1e9)[None, None].to(m.dtype))
+
+
+def labelled(change: Callable[..., Tensor]) -> Change:
+    def apply(model: Any) -> None:
+        right = model.loss_function
+        loss = lambda logits, labels, **rest: change(lambda y: right(logits=logits, labels=y, **rest), labels)  # noqa: E731
+        model.loss_function = loss
+
+    return apply
+
+
+def residual(attn: float, hidden: float, after: Callable[..., Tensor]) -> Change:
+    def apply(model: Any) -> None:
+        layer = model.model.layers[1]
+
+        def forward(x: Tensor, **kwargs: Any) -> Tensor:
+            out = attn * layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)[0] + hidden * x
+            return after(out, x) + layer.mlp(layer.post_attention_layernorm(out))
+
+        layer.forward = forward
+
+    return apply
+
+
+def _exchange(model: Any) -> None:
+    a = model.model.layers[1].self_attn
+    a.k_proj.weight.data, a.v_proj.weight.data = a.v_proj.weight.data, a.k_proj.weight.data
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.pow(2).mean(-1, keepdim=True)
+
+
+AT = "model.layers.1."
+NORM, ATTN, MLP = f"{AT}input_layernorm", f"{AT}self_attn", f"{AT}mlp"
+CHANGES: dict[str, Change] = {
+    "norm_in_half": on(NORM, lambda out, m, x: (m.weight * (h := x.bfloat16()) * (_rms(h) + 1e-6).rsqrt()).to(x.dtype)),
+    "layernorm": on(NORM, lambda out, m, x: F.layer_norm(x, (256,), m.weight)),
+    "offset": weights(NORM, lambda w: 1 + w),
+    "no_final_norm": on("model.norm", lambda out, m, x: x),
+    "gate_up": on(MLP, lambda out, m, x: m.down_proj(m.gate_proj(x) * m.act_fn(m.up_proj(x)))),
+    "gelu": on(MLP, lambda out, m, x: m.down_proj(F.gelu(m.gate_proj(x)) * m.up_proj(x))),
+    "transposed": weights(f"{ATTN}.o_proj", lambda w: w.T),
+    "kv": _exchange,
+    "tiled": lambda model: patch.object(llama, "repeat_kv", lambda x, n: x.repeat(1, n, 1, 1)),
+    "no_scale": lambda model: setattr(model.get_submodule(ATTN), "scaling", 1.0),
+    "wide_scale": lambda model: setattr(model.get_submodule(ATTN), "scaling", 256**-0.5),
+    "theta": tables(lambda p, f: (p, 1e5 ** (-torch.arange(32) / 32))),
+    "angles": tables(lambda p, f: (p.bfloat16().float(), f.bfloat16().float())),
+    "inv_freq": tables(lambda p, f: (p, f.bfloat16().float())),
+    "positions": tables(lambda p, f: (p.bfloat16().float(), f)),
+    "boundary": tables(lambda p, f: (p + (p > FIRST + 20), f)),
+    "linear": tables(lambda p, f: (p, f / 2)),
+    "half": tables(lambda p, f: (p, torch.where(torch.arange(32) < 16, f, 0.0))),
+    "interleaved": lambda model: patch.object(llama, "rotate_half", _pairs),
+    "yarn": on("model.rotary_emb", lambda out, m, x: tuple(1.1 * y for y in out)),
+    "doubled": residual(2.0, 0.0, lambda out, x: out),
+    "old_residual": residual(1.0, 1.0, lambda out, x: x),
+    "embed_scale": on("model.embed_tokens", lambda out, m, x: out * 16),
+    "rows": weights("model.embed_tokens", lambda w: w.roll(1, 0)),
+    "untied": weights("lm_head", lambda w: w.flip(0)),
+    "logits": on("lm_head", lambda out, m, x: out.bfloat16().to(out.dtype)),
+    "labels": labelled(lambda loss, labels: loss(labels.roll(-1, 1))),
+    "counted": labelled(lambda loss, labels: loss(labels) * (T - 1) / T),
+    "bias": on(f"{ATTN}.k_proj", lambda out, m, x: out + 0.1),
+    "block_scale": weights(f"{MLP}.down_proj", lambda w: torch.cat([1.4 * w[:64], w[64:]])),
+    "zero_point": weights(f"{ATTN}.o_proj", lambda w: w + 0.05 * (torch.arange(256) == 5).to(w)[:, None]),
+    "ranks": weights(f"{ATTN}.q_proj", lambda w: w.view(2, 2, 64, 256).swapaxes(0, 1).reshape(256, 256)),
+    "not_causal": masked(lambda q, k: k >= 0 * q),
+    "diagonal": masked(lambda q, k: (k < q) | (k == 0)),
+    "window": masked(lambda q, k: (k <= q) & (q - k < 40)),
+    "dropout": on(MLP, lambda out, m, x: F.dropout(out, 0.1)),
+    "k_gradient": on(f"{ATTN}.k_proj", lambda out, m, x: 1.5 * out - 0.5 * out.detach()),
+    "epsilon": on(NORM, lambda out, m, x: m.weight * (x / (_rms(x.float()).sqrt() + 1e-6)).to(x.dtype)),
+    "rsqrt": on(NORM, lambda out, m, x: m.weight * (x / (_rms(x.float()) + 1e-6).rsqrt()).to(x.dtype)),
+    "norm_twice": on(NORM, lambda out, m, x: type(m).forward(m, out)),
+}
+
+
+def main() -> None:
+    """Try all, print both tables, keep the numbers."""
+    seeds = int(sys.argv[sys.argv.index("--seeds") + 1]) if "--seeds" in sys.argv else 25
+    wrong = {key: {dtype: judge(0, dtype, change) for dtype in DTYPES} for key, change in CHANGES.items()}
+    right = {
+        way: [judge(seed, DTYPES[seed % 2], change, apart) for seed in range(seeds)]
+        for way, (change, apart) in WAYS.items()
+    }
+    save(RESULT, json.dumps({"wrong": wrong, "right": right}, indent=1).encode())
+    print(show(wrong, right))
+
+
+def show(wrong: dict[str, Any], right: dict[str, Any]) -> str:
+    """Both tables, in Markdown."""
+    lines = ["| change | first wrong | float32 | bfloat16 |", "| --- | --- | --- | --- |"]
+    for key, (what, url, first) in ROWS_OF_STUDY.items():
+        found = [(ratio, name) for ratio, name, _ in wrong[key].values()]
+        cells = [
+            "missed" if n is None else f"{r:.3g}" if n.startswith(first) else f"{r:.3g} at `{n}`" for r, n in found
+        ]
+        lines.append(f"| [{what}](https://github.com/{url}) | `{first}` | {' | '.join(cells)} |")
+    lines += ["", "| right code | pairs | false alarms | largest ratio |", "| --- | ---: | ---: | ---: |"]
+    for way, found in right.items():
+        alarms = sum(name is not None for _, name, _ in found)
+        lines.append(f"| {way} | {len(found)} | {alarms} | {max(ratio for ratio, *_ in found):.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
