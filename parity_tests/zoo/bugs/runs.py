@@ -248,11 +248,12 @@ second_extension_compounds = Bug(
 
 
 @bug(around, save_folder)
-def exported_tokenizer_keeps_its_length(save, model, tokenizer, folder, weights=None):
+def exported_tokenizer_keeps_its_length(save, model, tokenizer, folder, *more, **how):
     length = tokenizer.model_max_length
-    save(model, tokenizer, folder, weights)
+    noted = save(model, tokenizer, folder, *more, **how)
     tokenizer.model_max_length = length
     tokenizer.save_pretrained(folder)
+    return noted
 
 
 # -- padding -----------------------------------------------------------------------------------------------------------
