@@ -37,6 +37,7 @@ def twin(decoder, documents, positions, mode) -> dict[str, np.ndarray]:
     return sums
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("mode", ["local", "propagated"])
 @pytest.mark.parametrize(("family", "documents"), [("llama", FULL), ("mistral", ANCHOR)], ids=["full", "anchor"])
 def test_the_sums_are_the_ones_in_loops(mode, family, documents):

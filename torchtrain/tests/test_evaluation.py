@@ -104,6 +104,7 @@ def test_longbench_e_is_scored_by_the_length_of_the_context_too(call, tmp_path):
     assert rows == [f"LongBench-E {part}, mean of 1" for part in ("0-4k", "4-8k", "8k+")]
 
 
+@pytest.mark.sweep  # twelve seconds of processes
 def test_two_processes_give_the_answers_of_one(call, tmp_path):
     tasks = ("--tasks", "hellaswag,fwe")
     assert call(*tasks).exit_code == 0

@@ -131,6 +131,7 @@ def measured(full_disk, place, suite, tmp_path_factory):
     return folder
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("overrides", [(), OTHERS])
 def test_not_a_bit_of_the_training_changes(place, suite, measured, tmp_path, overrides):
     _train(place, tmp_path / "plain", "train.steps=4", *overrides)

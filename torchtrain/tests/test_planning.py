@@ -211,6 +211,7 @@ def test_adapters_alone_are_what_is_trained(call):
     assert f"saves     20 checkpoints of {12 * trained / 2**30:.1f} GiB each" in told
 
 
+@pytest.mark.sweep  # ten seconds of shapes
 def test_chunks_and_inputs_on_the_host_are_proposed_where_nothing_else_fits(tmp_path):
     """A long row on one GPU, of a model whose weights are less than a bucket: what ZeRO spreads gives no room."""
     path = tmp_path / "config.yaml"
