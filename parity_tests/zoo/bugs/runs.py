@@ -149,10 +149,10 @@ def ties_broken_on_loading(model):
 
 def _export_with(change):
     def make(original):
-        def save(model, tokenizer, folder, weights=None):
+        def save(model, tokenizer, folder, weights=None, *anchor):
             if weights is None:
                 weights = model.state_dict()
-            return original(model, tokenizer, folder, {name: change(name, x) for name, x in weights.items()})
+            return original(model, tokenizer, folder, {name: change(name, x) for name, x in weights.items()}, *anchor)
 
         return save
 
