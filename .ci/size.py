@@ -23,11 +23,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_100,
-    "lines of tests' code": 23_300,
-    "lines of source": 45_700,
-    "lines of tests": 30_200,
-    "words of docs": 33_200,
+    "lines of code": 31_150,
+    "lines of tests' code": 23_250,
+    "lines of source": 45_150,
+    "lines of tests": 30_050,
+    "words of docs": 32_750,
     "settings without description": 0,
 }
 
