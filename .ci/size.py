@@ -23,10 +23,10 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_150,
-    "lines of tests' code": 23_250,
-    "lines of source": 45_150,
-    "lines of tests": 30_050,
+    "lines of code": 31_350,
+    "lines of tests' code": 23_000,
+    "lines of source": 45_400,
+    "lines of tests": 29_750,
     "words of docs": 32_750,
     "settings without description": 0,
 }

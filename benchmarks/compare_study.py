@@ -1,6 +1,6 @@
 """What `parity compare` catches, where it says that a fault is, and how often it gives a false alarm.
 
-    python -m parity_tests.tests.compare_study [--seeds 25]      # writes benchmarks/results/compare-study.json
+    python -m benchmarks.compare_study [--seeds 25]      # writes benchmarks/results/compare-study.json
 
 A tiny Llama of transformers is recorded with each change of compare_study.yaml, and in ways that are right. Truth is
 the model in float64, the reference its eager attention in the candidate's dtype.
@@ -32,8 +32,9 @@ from parity_tests.taps import _widen
 
 T, ROWS, FIRST, DTYPES = 53, 2, 1000, ("float32", "bfloat16")
 ROWS_OF_STUDY = yaml.safe_load((Path(__file__).parent / "compare_study.yaml").read_text(encoding="utf-8"))
-RESULT = Path("benchmarks/results/compare-study.json")
-SIZES = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 160, "num_hidden_layers": 3, "head_dim": 64}
+RESULT = Path(__file__).parent / "results" / "compare-study.json"
+SIZES: dict[str, Any] = {"attn_implementation": "eager"}
+SIZES |= {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 160, "num_hidden_layers": 3, "head_dim": 64}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
 Change = Callable[[Any], Any]
 F = nn.functional
@@ -43,7 +44,7 @@ F = nn.functional
 def make(seed: int) -> tuple[Any, dict[str, Tensor]]:
     """A model whose weights are bfloat16 numbers, held in float32, and its inputs."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager"))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
     with torch.no_grad():
         for name, p in model.named_parameters():
             size = (1.3 if "q_proj" in name or "k_proj" in name else 0.64) / p.shape[-1] ** 0.5
@@ -66,7 +67,7 @@ def dump(seed: int, dtype: str, change: Change = lambda model: None, apart: bool
         losses = []
         for part, at in zip(parts, found, strict=True):  # noqa: B007
             losses.append(model(**part, attention_mask=getattr(model, "other_mask", None)).loss / len(parts))
-        sum(losses).backward()
+        torch.stack(losses).sum().backward()
     arrays = {name: torch.cat([x[name] for x in found]) for name in found[0] if "rotary_emb" not in name}
     arrays["loss"] = torch.stack(losses).detach().sum(0, keepdim=True)
     for name, p in model.named_parameters():
@@ -149,10 +150,13 @@ def on(path: str, change: Callable[..., Any]) -> Change:
 
 
 def weights(path: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """Return a change of one layer's weight."""
     return lambda model: setattr(p := model.get_parameter(f"{path}.weight"), "data", change(p.data).contiguous())
 
 
 def tables(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Change:
+    """Return a change of the positions and inverse frequencies that RoPE's table is made of."""
+
     def forward(model: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         positions, frequencies = change(position_ids.float(), model.model.rotary_emb.inv_freq.float())
         angle = (positions[..., None] * frequencies).repeat(1, 1, 2)
@@ -164,11 +168,14 @@ def tables(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Change:
 
 
 def masked(rule: Callable[[Tensor, Tensor], Tensor]) -> Change:
+    """Return another mask; rule: which keys [T] a query [T, 1] sees."""
     visible = rule(torch.arange(T)[:, None], torch.arange(T))
     return lambda m: setattr(m, "other_mask", torch.where(visible, 0.0, -1e9)[None, None].to(m.dtype))
 
 
 def labelled(change: Callable[..., Tensor]) -> Change:
+    """Return a change of the loss; change: takes the loss as a function of the labels, and the labels."""
+
     def apply(model: Any) -> None:
         right = model.loss_function
         loss = lambda logits, labels, **rest: change(lambda y: right(logits=logits, labels=y, **rest), labels)  # noqa: E731
@@ -178,6 +185,8 @@ def labelled(change: Callable[..., Tensor]) -> Change:
 
 
 def residual(attn: float, hidden: float, after: Callable[..., Tensor]) -> Change:
+    """Return a change of what layer 1 adds to its residual."""
+
     def apply(model: Any) -> None:
         layer = model.model.layers[1]
 
