@@ -27,7 +27,7 @@ CEILINGS = {
     "lines of tests' code": 23_000,
     "lines of source": 45_400,
     "lines of tests": 29_750,
-    "words of docs": 32_750,
+    "words of docs": 31_700,
     "settings without description": 0,
 }
 

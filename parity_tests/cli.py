@@ -35,13 +35,14 @@ def run(
     case: Annotated[str | None, typer.Option(help="run this case of the gate alone")] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes that share the cases of a gate")] = 1,
     format_: Format = "text",
+    keys: Annotated[bool, typer.Option("--keys", help="print the keys of a case, and end")] = False,
 ) -> None:
     """Compare a transformers model on our attention with the oracle in float64, array by array.
 
     The oracle has no decoder for some families. Those are compared with transformers' eager attention in float64.
 
     With a configuration, it runs every case and writes a report. After an interruption the same command continues.
-    Without one, it compares one model and prints the worst tap of each layer. docs/commands.md lists its settings.
+    Without one, it compares one model and prints the worst tap of each layer; --keys lists its settings.
     Its model is tiny and random (llama, qwen3, windows, ...), smollm2, a folder or a hub id.
 
     The allowance of an array is twice the oracle's error under the same roundings, plus one rounding. An array passes
@@ -58,8 +59,13 @@ def run(
 
     first, *rest = given or [""]
     with _interruptible():
-        from parity_tests.gate.spec import load_gate, load_single
+        from parity_tests.gate.spec import Single, load_gate, load_single
 
+        if keys:
+            from torchtrain.config.reference import list_settings
+
+            print(*list_settings([Single]), sep="\n")
+            return
         if "=" in first or not first:
             if case is not None or workers > 1:
                 raise UserError(f"--{'workers' if case is None else 'case'}: needs a configuration")

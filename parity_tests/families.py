@@ -122,7 +122,7 @@ _NAMES: dict[Any, str] = {
 _SIZES = {name: size for size, names in _NAMES.items() for name in names.split()} | {"is_decoder": True}
 
 
-# The order of the first three is a source's. A test trains and exports a tiny model of each.
+# A test trains and exports a tiny model of each. Which families these are is our choice.
 MOST_USED = {
     **{
         "Qwen 3": "qwen3",
@@ -135,18 +135,11 @@ MOST_USED = {
     **{"Phi 4": "phi3", "GLM 4.5": "glm4_moe", "OLMo 3": "olmo3", "Granite 4": "granitemoehybrid"},
     **{"Nemotron-H": "nemotron_h", "LFM2": "lfm2"},
 }
-_SOURCE = """
-## The most downloaded
-
-On Hugging Face Qwen (942.1 million downloads to March 2026) is before Llama (The ATOM Report, arXiv 2604.07190, 8 April
-2026) and gpt-oss (srigadicherlaxyz.vercel.app/blog/open-weight-llms-2026). The
-other ranks are our own choice.
+_USED = """
+## The most used
 
 A test trains a tiny model of each, resumes it, exports it, and compares the reloaded export with transformers
-(`-k trains_resumes` of `torchtrain/tests/test_train.py`). Parity is the verdict above.
-
-|family|model type|training|export|parity|
-|---|---|---|---|---|"""
+(`-k trains_resumes` of `torchtrain/tests/test_train.py`): """
 
 # Encoders, encoder-decoders and decoders of before 2023, which nobody extends; and heads of speech and music.
 LEFT_OUT = {
@@ -473,9 +466,8 @@ def page(rows: list[FamilyRow]) -> str:
     for (verdict, why, alone), families in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
         cells = (", ".join(families), verdict, why, alone)
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-    verdicts = {row.family: row.verdict for row in rows}
-    used = [f"|{name}|{kind}|tested|tested|{verdicts.get(kind)}|" for name, kind in MOST_USED.items()]
-    return "\n".join([*lines, _SOURCE, *used, ""]) + extensions.describe([row.family for row in rows])
+    used = ", ".join(f"{name} (`{kind}`)" for name, kind in MOST_USED.items())
+    return "\n".join([*lines, f"{_USED}{used}.", ""]) + extensions.describe([row.family for row in rows])
 
 
 @contextlib.contextmanager

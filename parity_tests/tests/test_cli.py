@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from parity_tests import cli
 from parity_tests.gate import run as gate_run
+from parity_tests.gate.spec import Single
 from parity_tests.report.schema import read_report
 from parity_tests.zoo.patch import positions
 from torchtrain.tests.data_fixtures import word_tokenizer
@@ -67,6 +68,12 @@ def test_a_mistake_is_one_line_and_exits_with_2(options, says):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device runs it")
+def test_the_keys_of_a_case_can_be_listed():
+    listed = runner.invoke(cli.app, ["run", "--keys"])
+    assert listed.exit_code == 0
+    assert {line for line in listed.stdout.splitlines() if line[:1].strip()} == set(Single.model_fields)
+
+
 def test_an_engine_that_cannot_run_here_is_a_mistake():
     result = runner.invoke(cli.app, ["run", "engine=flash"])
     assert result.exit_code == 2
