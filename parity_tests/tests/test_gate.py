@@ -18,7 +18,7 @@ from anchorline.command import Leave
 from parity_tests import cli
 from parity_tests.gate import candidate, run
 from parity_tests.gate.candidate import candidate_side, why_not_here
-from parity_tests.gate.case import SIZES, TRAIN, resolve, tiny_weights
+from parity_tests.gate.case import SIZES, resolve, tiny_weights
 from parity_tests.gate.judge import judge_case, run_case
 from parity_tests.gate.ranks import run_ranks
 from parity_tests.gate.run import run_gate
@@ -84,19 +84,6 @@ def test_a_mistake_in_a_configuration_is_named(tmp_path, text, overrides, says):
     with pytest.raises(ValueError, match=r"\A[^\n]*\Z") as error:
         load_gate(path, overrides)
     assert says in str(error.value)
-
-
-# -- what both sides are given -----------------------------------------------------------------------------------------
-
-
-def test_clipping_and_epsilon_count_in_the_step():
-    """Else an AdamW step would be the sign of each gradient, and say nothing of either."""
-    arrays = candidate_side(resolve(CaseSpec(stages=("step",))))
-    gradients = np.concatenate([x.ravel() for name, x in arrays.items() if name.startswith("gradients.")])
-    assert TRAIN.clip_norm is not None
-    assert np.linalg.norm(gradients) > TRAIN.clip_norm
-    clipped = gradients * TRAIN.clip_norm / np.linalg.norm(gradients)
-    assert 0.01 < np.sqrt(np.mean(clipped**2)) / TRAIN.epsilon < 100
 
 
 # -- a case ------------------------------------------------------------------------------------------------------------

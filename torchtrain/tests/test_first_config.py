@@ -145,12 +145,7 @@ def test_init_says_what_it_leaves_out(model_folder, tmp_path, monkeypatch):
         ("nothing", None, "a.yaml", "DATA 'nothing': no such file or folder"),
         ("empty", None, "a.yaml", "DATA 'empty': the folder holds none of "),
         ("numbers.jsonl", None, "a.yaml", "no record has a field that holds text; write records such as {"),
-        (
-            "broken.jsonl",
-            None,
-            "a.yaml",
-            "DATA broken.jsonl:2: is not JSON: Expecting ',' delimiter at character 14; ",
-        ),
+        ("broken.jsonl", None, "a.yaml", "DATA broken.jsonl:2: is not JSON: Expecting ',' delimiter"),
         ("words.jsonl", None, "a.yaml", "DATA words.jsonl:1: is no object; write one such as {"),
         ("half.jsonl", None, "a.yaml", "DATA: 1 of the first 2 records hold no document: half.jsonl:2: is not "),
         ("docs.jsonl", None, "a.yaml", "longer than all documents together, about 7 tokens; give more documents, or a"),
@@ -179,12 +174,7 @@ def test_what_init_refuses_leaves_no_file(model_folder, tmp_path, monkeypatch, d
 @pytest.mark.parametrize(
     ("vocabulary", "eos", "bos", "said"),
     [
-        (
-            264,
-            "</x>",
-            "<s>",
-            "warning   tokenizer.json lacks EOS '</x>' (id 259): added to the tokenizer, and the model",
-        ),
+        (264, "</x>", "<s>", "warning   tokenizer.json lacks EOS '</x>' (id 259): added"),
         (264, "</s>", "<b>", "warning   tokenizer.json lacks BOS '<b>' (id 259): added"),
         (264, "</x>", "<b>", "warning   tokenizer.json lacks BOS '<b>' (id 259) and EOS '</x>' (id 260): added"),
         (259, "</x>", "<s>", "the tokenizer's EOS '</x>' is the token id 259 but the model's vocabulary has 259; name"),
