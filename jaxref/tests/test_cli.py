@@ -152,13 +152,3 @@ def test_a_config_that_cannot_be_read_is_one_line(jaxref, tmp_path, fields, mess
     assert (code, out) == (2, "")
     assert err.startswith(f"jaxref: {message}")
     assert err.count("\n") == 1
-
-
-def test_help_teaches(jaxref):
-    for verb in ("mask", "rope"):
-        code, out, _ = jaxref(verb, "--help")
-        assert code == 0
-        assert f"Example: jaxref {verb}" in out
-    code, out, err = jaxref()
-    assert (code, err) == (2, "")
-    assert "mask" in out

@@ -62,12 +62,12 @@ def test_there_and_back_no_bit_changes(convert, tmp_path, caplog, dtype, tied):
 def test_from_orbax_to_hugging_face_and_back(convert, tmp_path):
     """Every number of RoPE comes through both forms; an optimizer's state stays behind and it is said."""
     rope = {
-        "rope_type": "llama3",
+        "rope_type": "longrope",
         "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "factor": 4.0,
         "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.5, 2.0],
+        "long_factor": [1.0, 3.0, 4.0],
     }
     decoder = tiny("qwen3", num_hidden_layers=1, tie_word_embeddings=True, rope_parameters=rope)
     optimizer = adamw(1e-2, lambda name: True, max_grad_norm=1.0)
@@ -111,7 +111,10 @@ def cut(folder):
         (change_config(hidden_size=24), "is not the "),
         (remove("model.safetensors"), "model.safetensors does not exist; neither does model.safetensors.index.json"),
         (cut, "not safetensors, or damaged ("),
-        (write("model.safetensors.index.json", '{"weight_map": {"a": "b"}}'), "but model.safetensors.index.json names"),
+        (
+            write("model.safetensors.index.json", r'{"weight_map": {"a": "\ud800"}}'),
+            "but model.safetensors.index.json names",
+        ),
         (lambda folder: [(folder / name).mkdir() for name in ("about", "params")], "and a checkpoint too"),
     ],
     ids=["no config", "no JSON", "unknown", "size", "no weights", "cut", "no shard", "both"],

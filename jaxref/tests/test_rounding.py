@@ -132,28 +132,10 @@ def test_a_scale_moves_the_range_and_no_mantissa():
     assert (round_to(x, "e4m3_probs") != round_to(x, "e4m3_sat")).any()
 
 
-@pytest.mark.parametrize("bits", [1, 7, 10, 23, 40])
-def test_mantissa_bits_of_a_dose(bits):
-    """With float32's exponents, the error of one rounding is at most half a unit in the last place, and reaches it."""
-    x = np.random.default_rng(bits).uniform(1, 2, 10_000)
-    error = np.abs(np.asarray(round_to(jnp.asarray(x), f"e8m{bits}")) - x)
-    assert error.max() <= 2.0 ** -(bits + 1)
-    assert error.max() > 0.99 * 2.0 ** -(bits + 1)
-
-
 def test_a_format_wider_than_the_carrier_rounds_nothing():
     x = jnp.asarray(np.random.default_rng(4).normal(size=100), jnp.float32)
     for fmt in ("fp32", "e11m52", "e8m30"):
         np.testing.assert_array_equal(round_to(x, fmt), x)
-
-
-def test_compiling_drops_no_rounding():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
-
-    def chain(x):
-        return round_to(round_to(x * 1.5, "bf16") * x + round_to(x / 3, "bf16"), "bf16")
-
-    np.testing.assert_array_equal(jax.jit(chain)(x), chain(x))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -71,15 +71,6 @@ def test_interleaved_chunks_need_no_storage_of_their_own(base, anchor):
     assert_near(attend(x, whole.document_ids, whole.position_ids)[merged], expected, sums_in_another_order(x))
 
 
-def test_full_attention_is_another_matter():
-    """Where everything is seen, storage order is the mask: there the merged row has to be stored."""
-    row = lay_out(LENGTHS, "anchor+interleave", seed=1)
-    merged, ids = np.argsort(row.position_ids), np.ones(len(row.source), dtype=int)
-    x = tokens(len(merged))
-    expected = attend(x[:, merged], ids, np.arange(len(merged)))
-    assert np.abs(attend(x, ids, row.position_ids)[merged] - expected).max() > sums_in_another_order(x)
-
-
 @pytest.mark.parametrize("anchor", [1, 2])
 def test_a_shared_anchor_is_a_copy_in_front_of_each_document(anchor):
     """The anchor sees itself alone, so its keys and values are the same for all."""

@@ -19,13 +19,11 @@ from benchmarks.experiment import facts, running
 from benchmarks.experiment.__main__ import app
 from benchmarks.experiment.documents import make_rows, with_bos, write_documents
 from benchmarks.experiment.recall import Answers, Measurement, load, noise_of, scores_of, sink_of
-from benchmarks.experiment.report import write_report
 from benchmarks.experiment.running import Results, write_beginning
 from benchmarks.experiment.spec import FactsConfig, Run, TrainingExperiment, load_experiment
 from benchmarks.experiment.words import vocabulary
 from torchtrain.data.dataset import PackedRows, split_documents
 from torchtrain.data.store import Documents
-from torchtrain.data.streams import random_stream
 
 NOISE = {f"bits2_{place}{what}": 0.1 for what in ("", " probabilities") for place in ("before", "after")}
 ROOT = Path(__file__).parents[2]
@@ -237,24 +235,6 @@ def test_an_experiment_that_cannot_run_is_one_line(changes, told):
     assert told in str(error.value)
 
 
-def test_a_contrast_at_a_distance_takes_it_alone(tmp_path):
-    far = {"question": "far?", "plus": ["exact/intra+bos"], "minus": ["exact/intra"], "distance": 64}
-    experiment = experiment_of(contrasts=[far, far | {"question": "near?", "distance": 16}])
-    results, page = Results(tmp_path / "kept.json", experiment.model_dump(mode="json")), tmp_path / "page.md"
-    for run in experiment.runs():
-        gain = 0.25 * (run.variant == "intra+bos")
-        answers = Answers(nats=[[1.0, 1.5], [1.0 - gain, 1.5 - gain]], recall=[0.5, 0.5])
-        one = {"bos": answers, "no_bos": answers, "exact": answers, "sink": 0.5, "losses": [1.0], "seconds": 1.0}
-        results.measured[run.name] = Measurement(**one, contexts={"8": 2.0 - gain})
-    results.bases = {str(seed): {"passed": True, "nats": 0.7, "sink": 0.5, "noise": NOISE} for seed in range(2)}
-    results.save()
-    page.write_text(PAGE.read_text().replace("offsets", "kept"))
-    write_report(experiment, results.of(experiment), results.bases, page, "kept")
-    assert "| far? | +0.25000 (+0.25000 to +0.25000) | 2 |" in page.read_text()
-    assert "| near? | +0.00000 (+0.00000 to +0.00000) | 2 |" in page.read_text()
-    assert "| exact | intra+bos | 1.7500 |" in page.read_text()
-
-
 def test_a_seed_whose_base_does_not_learn_is_left_out_and_counted(tmp_path):
     results, experiment = Results(tmp_path / "kept.json", {}), experiment_of()
     results.bases = {"0": {"passed": False}, "1": {"passed": True}}
@@ -293,19 +273,3 @@ def test_a_script_with_numpy_alone_recomputes_the_page():
     page = PAGE.read_text()
     for line in lines:
         assert f"| {' | '.join(line)} |" in page, line
-
-
-def test_a_script_with_numpy_alone_gives_the_intervals_of_any_results(tmp_path):
-    experiment, random = experiment_of(seeds=6), random_stream(0)
-    results = Results(tmp_path / "kept.json", experiment.model_dump(mode="json"))
-    for run in experiment.runs():
-        results.measured[run.name] = one_measurement(float(random.normal()))
-    del results.measured["exact-intra-5"]  # a seed that is not whole counts nowhere
-    results.bases = {"0": {"passed": True, "nats": 0.7, "sink": 0.5, "noise": NOISE}}
-    results.save()
-    page = tmp_path / "page.md"
-    page.write_text(PAGE.read_text().replace("offsets", "kept"))
-    write_report(experiment, results.of(experiment), results.bases, page, "kept")
-    (line,) = recomputed(results.file)
-    assert (line[0], line[2]) == ("BOS?", "5")
-    assert f"| {' | '.join(line)} |" in page.read_text()

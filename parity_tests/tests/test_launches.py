@@ -1,11 +1,9 @@
 """The launches of a step, counted on shapes (`benchmarks.launches`)."""
 
-import json
-
 import pytest
 import torch
 
-from benchmarks.launches import LENGTHS, OUT, _launches_of, count
+from benchmarks.launches import _launches_of, count
 from torchtrain.attention.hf import register
 
 MOST = {"ours_full": 1.05, "ours_anchor": 1.15}  # of transformers' launches
@@ -31,10 +29,3 @@ def test_a_layer_launches_hardly_more_than_transformers(loop):
         for name in (loop, "transformers")
     )
     assert ours <= MOST[loop] * its
-
-
-@pytest.mark.parametrize("loop", MOST)
-def test_the_kept_counts_hold_the_bounds(loop):
-    kept = json.loads(OUT.read_text())
-    for tokens in map(str, LENGTHS):
-        assert kept[loop][tokens]["launches"] <= MOST[loop] * kept["transformers"][tokens]["launches"]

@@ -367,16 +367,6 @@ def test_labels_that_are_shifted_already_are_refused_and_the_right_call_is_right
 
 
 @pytest.mark.parametrize(
-    "unshifted", [lambda x: x, lambda x: x.where(x > 30, -100), lambda x: torch.full_like(x, -100)]
-)
-def test_labels_as_transformers_wants_them_pass(unshifted):
-    model, inputs = torchtrain.attach(tiny()), batch()
-    labels = unshifted(inputs["input_ids"]).clone()
-    labels[:, 6] = -100  # where the second document begins
-    model(**inputs, labels=labels)
-
-
-@pytest.mark.parametrize(
     ("documents", "ignored"),
     [
         ([1] * 6 + [2] * 6, 6),
@@ -412,12 +402,3 @@ def test_targets_that_give_no_loss_are_warned_of_once(caplog):
     del inputs["labels"]
     assert model(**inputs).loss is model(**inputs).loss is None
     assert caplog.text.count("shift_labels without labels: transformers computes no loss; torchtrain.collate") == 1
-
-
-def test_targets_that_are_not_shifted_are_refused():
-    model, inputs = torchtrain.attach(tiny()), batch()
-    tokens, nothing = inputs["input_ids"], torch.full_like(inputs["input_ids"], -100)
-    model(**inputs, labels=nothing, shift_labels=nothing)
-    assert refused(lambda: model(**inputs, labels=tokens, shift_labels=tokens)).startswith("shift_labels: each is its")
-    targets = shifted_labels(inputs)
-    model(**inputs, labels=targets, shift_labels=targets)

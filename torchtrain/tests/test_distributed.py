@@ -128,21 +128,6 @@ def test_a_model_that_names_no_key_value_heads(load):
     check_heads(load(), GPT2Config())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["distributed.offload=optimizer"], "distributed: offload 'optimizer' needs zero_stage 1 or more"),
-        (["distributed.offload=all", "distributed.zero_stage=2"], "offload 'all' needs zero_stage 3 or more"),
-        (["distributed.zero_stage=4"], "distributed.zero_stage: 4"),
-        (["distributed.sequence_parallel=0"], "distributed.sequence_parallel: 0"),
-        (["distributed.stage=1"], "distributed.stage: unknown key; did you mean distributed.zero_stage"),
-    ],
-)
-def test_the_section_is_strict(load, overrides, message):
-    with pytest.raises(UserError, match=message):
-        load(*overrides)
-
-
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -246,9 +231,6 @@ def test_a_run_on_two_processes_leaves_what_a_run_on_one_does(tree, write_config
         for exact in ("event", "step", "tokens_seen", "labelled_tokens", "live_pairs", "flops", "learning_rate"):
             assert a.get(exact) == b.get(exact), exact
         assert a["domains"].keys() == b["domains"].keys()
-    print(
-        one[0]["loss"], two[0]["loss"], one[1]["loss"], two[1]["loss"], one[1]["gradient_norm"], two[1]["gradient_norm"]
-    )
     assert two[-1]["loss"] < two[0]["loss"] - 0.5
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
     assert model.config.max_position_embeddings == 2 * POSITIONS

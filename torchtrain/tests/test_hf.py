@@ -14,7 +14,7 @@ from torchtrain.data import stack_rows
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import NAMED_ROWS, named_batch
-from torchtrain.tests.tiny import FAMILIES, SIZES, refused, tiny_config
+from torchtrain.tests.tiny import FAMILIES, refused, tiny_config
 
 SMALL = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "tie_word_embeddings": False}
 ENGINES = ["anchor", "anchor_segments", "anchor_dense", "anchor_varlen"]
@@ -161,27 +161,6 @@ def test_decoding_from_a_cache_is_refused():
     assert refused(lambda: model(**step, past_key_values=cache)).startswith("past_key_values")
 
 
-@pytest.mark.parametrize("left_padding", [0, 1])
-def test_generating_is_refused_with_what_to_do(left_padding):
-    model, batch = tiny(), inputs(named_batch()[:2])
-    mask = torch.ones_like(batch["input_ids"])
-    mask[:, :left_padding] = 0
-    message = refused(lambda: model.generate(batch["input_ids"], attention_mask=mask, max_new_tokens=2))
-    assert message.startswith('generate: `anchor` has no KV cache; generate with model.set_attn_implementation("sdpa")')
-
-
-@pytest.mark.parametrize("chunk", [11, 12])
-def test_chunked_attention_is_refused_where_it_hides_keys(chunk):
-    from transformers import Llama4TextConfig
-
-    own = {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": chunk}
-    model = AutoModelForCausalLM.from_config(Llama4TextConfig(**SIZES | SMALL, **own), attn_implementation="anchor")
-    if chunk < 12:
-        assert refused(lambda: model(**inputs(named_batch()))).startswith("attention_chunk_size: 11 would hide keys")
-    else:
-        assert model(**inputs(named_batch())).logits.isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("implementation", "reentrant"),
     [("anchor", False), ("anchor", True), ("anchor_varlen", None), ("anchor_dense", None)],
@@ -198,11 +177,6 @@ def test_a_sliding_window_hides_what_the_rule_hides(implementation, reentrant):
     seen = visible_BTT(batch["document_ids"], 3)[:, -1]
     seen[:, -1] = True
     assert torch.equal(embeds.grad.any(-1), seen)
-
-
-def test_flash_without_a_kernel_is_refused(monkeypatch):
-    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
-    assert "needs a CUDA device" in refused(lambda: tiny(implementation="anchor_varlen")(**inputs(named_batch())))
 
 
 @pytest.mark.parametrize(

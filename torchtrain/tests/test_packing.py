@@ -128,22 +128,6 @@ def test_by_length_lays_documents_end_to_end_by_length_and_shuffles_groups(
     assert rows[whole:] == expected[whole:]
 
 
-def test_what_by_length_drops_is_of_any_length():
-    """Rows of 4 tokens, documents of 1 to 6, one token too many: which is left out is drawn."""
-    lengths, none = np.array([*range(1, 7)] * 5 + [4]), np.zeros(31, dtype=int)
-    dropped = set()
-    for epoch in range(60):
-        plan = PackPlan(lengths, 4, none, 0, epoch, "drop", "by_length")
-        held = np.zeros(len(lengths), dtype=int)
-        for row in spans_of(plan):
-            for document, start, stop in row:
-                held[document] += stop - start
-        assert plan.dropped_tokens == 1
-        (missing,) = np.flatnonzero(held != lengths)
-        dropped.add(int(lengths[missing]))
-    assert dropped == {1, 2, 3, 4, 5, 6}
-
-
 def test_whatever_the_strategy_epochs_and_seeds_have_orders_of_their_own():
     lengths, none = np.arange(1, 200), np.zeros(199, dtype=int)
     for strategy in ("sequential", "best_fit", "by_length"):
@@ -151,22 +135,3 @@ def test_whatever_the_strategy_epochs_and_seeds_have_orders_of_their_own():
         plans = [spans_of(PackPlan(lengths, 250, none, *numbers, strategy=strategy)) for numbers in drawn]
         assert plans[0] == plans[1]
         assert plans[0] not in (plans[2], plans[3])
-
-
-def test_fewest_cuts_and_like_rows():
-    random = np.random.default_rng(0)
-    lengths = np.minimum(random.lognormal(6, 1.5, 3000).astype(int) + 1, 20_000)
-    plans = {
-        name: PackPlan(lengths, 4096, np.zeros_like(lengths), 0, strategy=name, together=8)
-        for name in ("sequential", "best_fit", "by_length")
-    }
-    must = int(((lengths - 1) // 4096).sum())
-    assert plans["best_fit"].cuts == must < plans["sequential"].cuts
-    assert plans["best_fit"].padding_tokens < 0.01 * lengths.sum(), "little more than the last row of the others"
-
-    def imbalance(plan):
-        pairs = [sum((span.stop - span.start) ** 2 for span in row) for row in spans_of(plan)]
-        steps = np.array(pairs[: len(pairs) // 8 * 8]).reshape(-1, 8)
-        return (steps.max(1) / steps.mean(1)).mean()
-
-    assert imbalance(plans["by_length"]) - 1 < (imbalance(plans["sequential"]) - 1) / 10

@@ -88,14 +88,6 @@ def test_frequencies_of_the_model_that_is_built(name, dtype):
     assert config.max_position_embeddings == LENGTH
 
 
-def test_loading_in_bfloat16_keeps_the_frequencies_in_float32(model_folder):
-    config = extend(tiny_config(), RopeConfig(theta=5e5), LENGTH)
-    wide = AutoModelForCausalLM.from_pretrained(model_folder(), config=config, dtype=torch.float32)
-    half = AutoModelForCausalLM.from_pretrained(model_folder(), config=config, dtype=torch.bfloat16)
-    assert half.dtype == torch.bfloat16
-    assert torch.equal(half.model.rotary_emb.inv_freq, wide.model.rotary_emb.inv_freq)
-
-
 def test_the_models_own_config_is_left_as_it_is():
     config = tiny_config()
     before = config.to_dict()
@@ -354,16 +346,6 @@ def test_a_model_without_plain_rope_can_only_be_kept():
         extend(config, RopeConfig(theta=5e5), POSITIONS)
     with pytest.raises(UserError, match=rf"holds {POSITIONS} positions and has no RoPE to extend; give at most"):
         extend(config, RopeConfig(), POSITIONS + 1)
-
-
-def test_dynamic_only_scales_beyond_the_new_length():
-    config = extend(tiny_config(), RopeConfig(type="dynamic", theta=5e5), LENGTH)
-    rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
-    plain = rotary.inv_freq.clone()
-    rotary(torch.zeros(1), torch.arange(LENGTH)[None])
-    assert torch.equal(rotary.inv_freq, plain)
-    rotary(torch.zeros(1), torch.arange(2 * LENGTH)[None])
-    assert rotary.inv_freq[-1] < plain[-1]
 
 
 @pytest.mark.parametrize(("weights", "factor"), [((1.0, 1.0), 1.0), ((0.75, 0.5), 1.103972 / 1.069315)])

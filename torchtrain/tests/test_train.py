@@ -17,12 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import torchtrain
 from anchorline.errors import UserError
 from torchtrain.attention.rule import visible_BTT
-from torchtrain.config import Config, RopeConfig, TrainConfig, load_config
+from torchtrain.config import RopeConfig, TrainConfig, load_config
 from torchtrain.data import prepare, split_documents, stack_rows, tag_ids
 from torchtrain.marks import IGNORED
-from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import extend
-from torchtrain.modeling.source import open_config
 from torchtrain.run.recipe import resume, train
 from torchtrain.run.setup import pack_rows
 from torchtrain.tests.runs import assert_same
@@ -30,7 +28,6 @@ from torchtrain.tests.tiny import (
     FAMILIES,
     MORE_FAMILIES,
     POSITIONS,
-    VOCABULARY,
     tiny_config,
     tiny_model,
     tiny_tokenizer,
@@ -336,52 +333,3 @@ def test_a_step_without_a_label_changes_nothing_but_by_decay(model):
     losses, _ = accumulate(Replicated(model, None), make_micro_batches([batch], ["only"]), ["only"], chunk=4)
     assert losses.overall.value is None
     assert not any(g.any() for g in gradients(model))
-
-
-# --- what load_for_training refuses -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def load(tree, write_config):
-    """Return a function that loads a folder the way `train` does."""
-    config: Config = load_config(write_config(tree))
-    return lambda folder: load_for_training(
-        str(folder), open_config(str(folder)), config.model, "sdpa", torch.device("cpu")
-    )
-
-
-def test_a_model_that_scales_its_logits(load, tmp_path):
-    from transformers import CohereConfig
-
-    config = CohereConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "cohere")
-    with pytest.raises(UserError, match="cohere does more than one linear layer to make logits"):
-        load(tmp_path / "cohere")
-
-
-def test_a_model_whose_attention_is_not_replaced(load, model_folder, monkeypatch):
-    from transformers.models.llama.modeling_llama import LlamaAttention
-
-    forward = LlamaAttention.forward
-    monkeypatch.setattr(LlamaAttention, "forward", lambda self, *a, **k: forward(self, *a, **without_documents(k)))
-
-    def without_documents(kwargs):
-        ids = torch.ones_like(kwargs["document_ids"])
-        return {**kwargs, "document_ids": ids, "plan": None}
-
-    with pytest.raises(UserError, match=r"model.layers.0.self_attn \(LlamaAttention\): carries one document"):
-        load(model_folder())
-
-
-def test_missing_weights(load, model_folder, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "m")
-    weights = load_file(tmp_path / "m" / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"1 weights are missing, the first is model\.layers\.1\.mlp\.up_proj\.weight"):
-        load(tmp_path / "m")
