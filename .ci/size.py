@@ -24,9 +24,9 @@ SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
     "lines of code": 31_350,
-    "lines of tests' code": 23_000,
+    "lines of tests' code": 22_539,
     "lines of source": 45_400,
-    "lines of tests": 29_750,
+    "lines of tests": 29_190,
     "words of docs": 31_700,
     "settings without description": 0,
 }
