@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from anchorline.errors import UserError
 from anchorline.files import replace_file
 from benchmarks.experiment import facts, offsets
 from benchmarks.experiment.spec import FactsConfig, StageConfig, Task, TrainingExperiment
@@ -103,14 +104,25 @@ def neighbours_of(lengths: np.ndarray, config: Config) -> list[set[int]]:
 def draw_keys(
     task: FactsConfig, random: np.random.Generator, n: int, neighbours: Sequence[set[int]]
 ) -> list[np.ndarray]:
-    """Return the keys of each document, int [keys_each]: none that a neighbour has."""
-    drawn = dict[int, np.ndarray]()
-    for one in sorted(range(n), key=lambda one: -len(neighbours[one])):  # those with the least choice first
-        taken = [drawn[other] for other in sorted(neighbours[one]) if other in drawn]
-        free = np.setdiff1d(np.arange(task.keys), np.concatenate([[-1], *taken]))
-        assert len(free) >= task.keys_each, "too many short documents in a row for so few keys"
-        drawn[one] = random.choice(free, task.keys_each, replace=False)
-    return [drawn[one] for one in range(n)]
+    """Return the keys of each document, int [keys_each]: none that a neighbour has.
+
+    Raises UserError: a hundred draws left a document too few, so many neighbours it has.
+    """
+    order = sorted(range(n), key=lambda one: -len(neighbours[one]))  # those with the least choice first
+    for _ in range(100):
+        drawn = dict[int, np.ndarray]()
+        for one in order:
+            taken = [drawn[other] for other in sorted(neighbours[one]) if other in drawn]
+            free = np.setdiff1d(np.arange(task.keys), np.concatenate([[-1], *taken]))
+            if len(free) < task.keys_each:
+                break
+            drawn[one] = random.choice(free, task.keys_each, replace=False)
+        else:
+            return [drawn[one] for one in range(n)]
+    raise UserError(
+        f"task.keys {task.keys}: the documents of a row share none, and {task.keys_each} each are too many; take more "
+        "keys, or longer documents"
+    )
 
 
 def make_rows(experiment: TrainingExperiment, tokens: int, distances: Sequence[int], rows: int) -> Rows:

@@ -17,7 +17,7 @@ from anchorline import settings
 from anchorline.errors import UserError
 from benchmarks.experiment import facts, running
 from benchmarks.experiment.__main__ import app
-from benchmarks.experiment.documents import make_rows, with_bos, write_documents
+from benchmarks.experiment.documents import draw_keys, make_rows, with_bos, write_documents
 from benchmarks.experiment.recall import Answers, Measurement, load, noise_of, scores_of, sink_of
 from benchmarks.experiment.running import Results, write_beginning
 from benchmarks.experiment.spec import FactsConfig, Run, TrainingExperiment, load_experiment
@@ -143,6 +143,22 @@ def test_documents_of_a_row_share_no_key(tmp_path, variant, seed):
         shared += len(keys) > 1
         assert sum(map(len, keys)) == len(set().union(*keys))
     assert shared > 5
+
+
+def ring(*documents: int) -> list[set[int]]:
+    """The neighbours of each document, where each has the one before it and the one behind it."""
+    before = dict(zip(documents, (documents[-1], *documents), strict=False))
+    behind = {one: other for other, one in before.items()}
+    return [{before[one], behind[one]} for one in sorted(documents)]
+
+
+def test_keys_are_drawn_again_where_a_draw_leaves_a_document_none():
+    task, neighbours = FactsConfig(kind="facts", keys=2, keys_each=1, values=2, filler=8), ring(0, 2, 4, 1, 3, 5)
+    for seed in range(8):  # half of the first draws give documents 0 and 1 keys that do not fit
+        keys = draw_keys(task, np.random.default_rng(seed), 6, neighbours)
+        assert all(keys[one] != keys[other] for one in range(6) for other in neighbours[one])
+    with pytest.raises(UserError, match="keys 2: the documents"):
+        draw_keys(task, np.random.default_rng(0), 3, ring(0, 1, 2))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
