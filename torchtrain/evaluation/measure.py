@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -15,11 +16,18 @@ import numpy as np
 
 from anchorline import environment
 from anchorline.errors import UserError, quoted
-from anchorline.files import expand
+from anchorline.files import expand, read_json, replace_file
 from torchtrain.data.corpus import source_name
 from torchtrain.evaluation import results as kept
 from torchtrain.evaluation.intervals import format_perplexity, mean_interval
-from torchtrain.evaluation.perplexity import digest_of, long_documents, measure_perplexity, resolve_judge
+from torchtrain.evaluation.perplexity import (
+    digest_of,
+    document_losses,
+    find_key_tokens,
+    long_documents,
+    measure_perplexity,
+    resolve_judge,
+)
 from torchtrain.evaluation.results import Answer, NotRun, TaskResult
 from torchtrain.evaluation.suite import IN_2024, Suite, benchmark_of, longbench_e_part, room_of
 from torchtrain.evaluation.tasks.index import Job, build_job, leaves
@@ -172,11 +180,8 @@ def measure(
             fields = _run(lm, model, job, suite, log)
         else:
             assert suite.perplexity is not None
-            config, judge = suite.perplexity, None
-            if config.key_tokens is not None and config.key_tokens.judge is not None:
-                folder = resolve_judge(config.key_tokens.judge, suite.cache, model.tokenizer)
-                judge = load_for_evaluation(folder, dtype=loaded.dtype, device=input_device(loaded))
-            fields = measure_perplexity(loaded, model.tokenizer, config, job.length, pulse, judge)
+            judged = _ask_judge(job, loaded, model.tokenizer, suite, pulse)
+            fields = measure_perplexity(loaded, model.tokenizer, suite.perplexity, job.length, pulse, judged)
         result = TaskResult(
             task=job.task,
             length=job.length,
@@ -196,6 +201,33 @@ def measure(
         say(f"{checkpoint.name} {job.task} {job.length:,}: {_format_result(result)}, {result.seconds:.1f} s")
 
 
+def _ask_judge(
+    job: Job, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", suite: Suite, pulse: Callable[[], None]
+) -> list[list[int]] | None:
+    """Return the key tokens of each document by the judge that the suite names; the cache keeps them for other models.
+    Return None if it names none.
+    """
+    config = suite.perplexity
+    if config is None or config.key_tokens is None or config.key_tokens.judge is None:
+        return None
+    file = expand(suite.cache) / "key_tokens" / f"{_digest(str(model.dtype), job.identity)}.json"
+    if not file.is_file():
+        folder = resolve_judge(config.key_tokens.judge, suite.cache, tokenizer)
+        judge, found = load_for_evaluation(folder, dtype=model.dtype, device=input_device(model)), []
+        for ids in long_documents(config, tokenizer, job.length):
+            found.append(find_key_tokens(partial(document_losses, judge), ids, config.key_tokens))
+            pulse()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, json.dumps({"key_tokens": found}).encode())
+    return read_json(file)["key_tokens"]
+
+
+def _digest(*depends_on: Any) -> str:
+    """The name of a kept answer that depends on these, and on the versions of packages."""
+    text = json.dumps([*depends_on, environment.versions(_PACKAGES)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _run(lm: Any, model: EvaluatedModel, job: Job, suite: Suite, log: Path | None) -> dict[str, Any]:
     """Run one task by lm-eval; return the fields of its result."""
     from lm_eval.evaluator import simple_evaluate
@@ -205,8 +237,7 @@ def _run(lm: Any, model: EvaluatedModel, job: Job, suite: Suite, log: Path | Non
     more = room_of(job.task) if job.task in IN_2024 else 0  # fwe_2024_10 leaves no room for its answer
     lm.set_length(job.length + more, benchmark_of(job.task) == "longbench")
     # With a cache of its answers, a task that was stopped continues within.
-    depends_on = [model.settings.model_dump(), job.identity, environment.versions(_PACKAGES)]
-    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    digest = _digest(model.settings.model_dump(), job.identity)
     tracker = None if log is None else EvaluationTracker(output_path=str(log))
     run: Any = simple_evaluate
     with quiet_library(), patch("lm_eval.evaluator.get_git_commit_hash"):  # git complains outside of a clone

@@ -135,11 +135,11 @@ def measure_perplexity(
     config: PerplexityConfig,
     length: int,
     pulse: Callable[[], None],
-    judge: "PreTrainedModel | None" = None,
+    judged: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """Return the fields of a TaskResult: the losses of a model by document and position, in documents of `length`
-    tokens, and those of key tokens where the judge (None: the model itself) finds some. `pulse` is called after each.
-    Raises UserError if its logits are not finite.
+    tokens, and those of key tokens. `judged` are each document's (None: those that the model itself finds). `pulse` is
+    called after each document. Raises UserError if its logits are not finite.
     """
     documents, answers, of_keys = long_documents(config, tokenizer, length), [], []
     for index, ids in enumerate(documents):
@@ -148,7 +148,8 @@ def measure_perplexity(
             part, mean = f"{first:,} to {end - 1:,}", float(losses[first - 1 : end - 1].mean())
             answers.append(Answer(index=index, prediction="", score=mean, part=part))
         if config.key_tokens is not None:
-            keys = find_key_tokens(partial(document_losses, judge or model), ids, config.key_tokens)
+            find = partial(find_key_tokens, partial(document_losses, model), ids, config.key_tokens)
+            keys = find() if judged is None else judged[index]
             of_keys += (own := [float(losses[key - 1]) for key in keys])
             if own:
                 answers.append(Answer(index=index, prediction="", score=sum(own) / len(own), part=KEY_TOKENS))

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -271,10 +272,12 @@ def test_longppl_is_the_loss_of_the_key_tokens_of_a_judge(tmp_path):
     source = {"files": str(tmp_path / "a.jsonl")}
     config = PerplexityConfig.model_validate({"source": source, "documents": 2, "key_tokens": keys})
     model, judge = (tiny_model(family, max_position_embeddings=256).eval() for family in ("qwen3", "qwen2"))
-    for given, telling in ((None, model), (judge, judge)):
+    documents = long_documents(config, tokenizer, 100)
+    judged = [find_key_tokens(partial(document_losses, judge), ids, config.key_tokens) for ids in documents]
+    for given, telling in ((None, model), (judged, judge)):
         fields = measure_perplexity(model, tokenizer, config, 100, lambda: None, given)
         expected = []
-        for index, ids in enumerate(long_documents(config, tokenizer, 100)):
+        for index, ids in enumerate(documents):
             own = []
             for place in range(20, 100):
                 start = (place - 20) // 8 * 8

@@ -297,6 +297,19 @@ def test_evaluate_goes_on_where_it_stopped_and_tells_what_did_not_run(call, mode
         compare([out, tmp_path / "few"])
 
 
+def test_what_a_judge_found_serves_the_next_model(call, model, tmp_path):
+    judge, cache = shutil.copytree(model, tmp_path / "judge"), tmp_path / "cache"
+    options = ["tasks=[fwe]", f"cache={cache}", f"perplexity.key_tokens.judge={judge}", "--samples", "1"]
+    assert call(model, "--out", tmp_path / "one", *options).exit_code == 0
+    (kept,) = (cache / "key_tokens").iterdir()
+    first, second = (own[:1] for own in json.loads(kept.read_text())["key_tokens"])  # of two documents
+    kept.write_text(json.dumps({"key_tokens": [first, second]}))
+    assert call(model, "--out", tmp_path / "two", *options).exit_code == 0
+    assert read_result(tmp_path / "two" / "model" / "perplexity-1024.json").values["key_tokens"] == 2
+    assert call(model, "--out", tmp_path / "three", *options, "perplexity.key_tokens.gain=0.5").exit_code == 0
+    assert len(list((cache / "key_tokens").iterdir())) == 2
+
+
 def test_the_held_out_losses_of_a_run_follow(call, straight, tmp_path):
     told = call(straight, "--out", tmp_path / "out", "--tasks", "qa_1", "--lengths", "128")
     assert told.exit_code == 1, "for want of a material"
