@@ -92,6 +92,11 @@ def to_numpy(x: Tensor) -> np.ndarray:
     return x.view(torch.int16).numpy().view(_HALF[x.dtype]) if x.dtype in _HALF else x.numpy()
 
 
+def widen(x: Tensor) -> np.ndarray:
+    """Return a copy in numpy, exact, of float32 at least: numpy has no bfloat16."""
+    return x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32), copy=True).numpy()
+
+
 def oracle_of(model: Any) -> Decoder:
     """Build the oracle's decoder on the weights of a transformers model, as they are rounded there."""
     arrays = {name: to_numpy(x) for name, x in model.state_dict().items()}
@@ -128,14 +133,20 @@ def likely_errors_of_rotation(
     """
     positions = np.asarray(position_ids_BT)
     frequencies_C, scaling = inverse_frequencies(decoder.config.rope, int(positions.max()) + 1)
-    turned_BTC = UNIT_ROUNDOFF["float32"] * positions[..., None] * frequencies_C
+    angle_BTC = positions[..., None] * frequencies_C
+    turned_BTC = UNIT_ROUNDOFF["float32"] * angle_BTC
     moved_BT1R = np.concatenate([turned_BTC, turned_BTC], axis=-1)[:, :, None]
 
     def error(tap_BTHD: np.ndarray) -> float:
         return float(np.sqrt(np.square(moved_BT1R * tap_BTHD[..., : moved_BT1R.shape[3]]).sum() / tap_BTHD.size))
 
-    table = float(np.sqrt(np.square(turned_BTC * scaling).sum() / taps["rope_table"].size))
+    table = error_of_table(angle_BTC, scaling, taps["rope_table"].size)
     return {"rope_table": table} | {name: error(taps[name]) for name in taps if name.endswith("_rope")}
+
+
+def error_of_table(angle_BTC: np.ndarray, scaling: float, size: int) -> float:
+    """Return the likely error of RoPE's table of cos and sin, of so many numbers."""
+    return float(np.sqrt(np.square(UNIT_ROUNDOFF["float32"] * scaling * angle_BTC).sum() / size))
 
 
 def attention_arrays(

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from parity_tests.comparing.dumps import Array, Dump
 from parity_tests.comparing.names import load_names, rename
+from parity_tests.oracle import widen
 from parity_tests.record import watch
 
 Taps = dict[str, np.ndarray]
@@ -33,7 +34,7 @@ def capture_taps(model: nn.Module, **inputs: Any) -> Taps:
     inputs: what the model's forward takes (`input_ids`, `position_ids`, `document_ids`, `plan`, ...).
     """
     found: Taps = {}
-    with watch(model, lambda name, x: found.update({name: _widen(x)})), _probe_attention(model, found):
+    with watch(model, lambda name, x: found.update({name: widen(x)})), _probe_attention(model, found):
         logits = model(**inputs, use_cache=False).logits
     # Each table is there twice, for both of a pair.
     tables = [found.pop(name, None) for name in ("model.rotary_emb", "model.rotary_emb.1")]
@@ -43,7 +44,7 @@ def capture_taps(model: nn.Module, **inputs: Any) -> Taps:
     taps = {name: ranks[0].load() for name, ranks in rename(Dump("", arrays, config), names).arrays.items()}
     taken = {name: x for name, x in taps.items() if not name.startswith(("model.", "lm_head"))}
     table = np.concatenate([x[..., : x.shape[-1] // 2] for x in tables if x is not None], axis=-1)
-    return taken | {"rope_table": table, "logits": _widen(logits)}
+    return taken | {"rope_table": table, "logits": widen(logits)}
 
 
 @contextmanager
@@ -54,9 +55,9 @@ def _probe_attention(model: Any, taps: Taps) -> Iterator[None]:
 
     def probe(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         at = f"layers.{module.layer_idx}"
-        taps[f"{at}.q_rope"], taps[f"{at}.k_rope"] = (_widen(x.transpose(1, 2)) for x in (query, key))
+        taps[f"{at}.q_rope"], taps[f"{at}.k_rope"] = (widen(x.transpose(1, 2)) for x in (query, key))
         out_BTHD, weights = attend(module, query, key, value, *args, **kwargs)
-        taps[f"{at}.attn"] = _widen(out_BTHD)
+        taps[f"{at}.attn"] = widen(out_BTHD)
         return out_BTHD, weights
 
     AttentionInterface.register(_PROBE, probe)
@@ -66,8 +67,3 @@ def _probe_attention(model: Any, taps: Taps) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(chosen)
-
-
-def _widen(x: Tensor) -> np.ndarray:
-    """A copy, exactly: numpy has no bfloat16."""
-    return x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32), copy=True).numpy()

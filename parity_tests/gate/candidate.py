@@ -33,6 +33,7 @@ from parity_tests.gate.corpus import draw_corpus
 from parity_tests.gate.ranks import run_ranks
 from parity_tests.gate.small_run import infinite_gradient, run_side
 from parity_tests.gate.spec import CaseSpec
+from parity_tests.oracle import widen
 from parity_tests.taps import capture_taps
 from torchtrain.attention import make_plan, resolve_engine
 from torchtrain.attention.engines.flash import leave_newer
@@ -158,7 +159,7 @@ class _TokenLosses:
 
     def __call__(self, each_BT: Tensor, part: Mapping[str, Any]) -> None:
         # Micro-batches are dealt out to the ranks in turn.
-        self.rows[self._world.rank + len(self.rows) * self._world.size] = _numpy(each_BT[0])
+        self.rows[self._world.rank + len(self.rows) * self._world.size] = widen(each_BT[0])
 
 
 def _on_ranks(
@@ -201,13 +202,13 @@ def _one_step(case: GateCase, packed: _Rows, model: Any, world: World) -> tuple[
         arrays["loss"] = np.array([losses.overall.value])
         arrays["loss.counts"] = np.array([pairs, losses.overall.tokens])
     if stages & {"gradients", "step"}:
-        arrays |= {f"gradients.{name}": _numpy(_gradient(master)) for name, master in masters.items()}
+        arrays |= {f"gradients.{name}": widen(_gradient(master)) for name, master in masters.items()}
     if "step" in stages:
-        arrays |= {f"step.before.{name}": _numpy(master) for name, master in masters.items()}
+        arrays |= {f"step.before.{name}": widen(master) for name, master in masters.items()}
         strategy.step(learning_rate(0, train))
-        arrays |= {f"step.{name}": _numpy(master) for name, master in masters.items()}
+        arrays |= {f"step.{name}": widen(master) for name, master in masters.items()}
         stored = dict(model.named_parameters())
-        arrays["step.stored"] = np.concatenate([_numpy(stored[name]).ravel() for name in masters])
+        arrays["step.stored"] = np.concatenate([widen(stored[name]).ravel() for name in masters])
     return arrays, {"loss.tokens": tokens} if "loss" in stages else {}
 
 
@@ -344,9 +345,3 @@ def _extend(config: Any, spec: CaseSpec) -> Any:
 
 def _gradient(master: Tensor) -> Tensor:
     return torch.zeros_like(master) if master.grad is None else master.grad
-
-
-def _numpy(x: Tensor) -> np.ndarray:
-    """A copy, widened exactly to float32 at least."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.detach().to("cpu", wide, copy=True).numpy()

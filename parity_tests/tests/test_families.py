@@ -1,7 +1,9 @@
 """docs/families.md says what is so: every family has its row, and some are judged again here."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torchtrain
 from anchorline.tolerance import judge
 from parity_tests import cli, families
 from parity_tests.families import NOT_BUILT, REFUSED, RIGHT, WHOLE, FamilyRow
+from parity_tests.gate.own_eager import watch_pieces
 from parity_tests.zoo import discover
 from torchtrain.tests import tiny
 from torchtrain.tests.data_fixtures import word_tokenizer
@@ -108,7 +111,9 @@ def test_parity_run_judges_a_checkpoint_of_a_family_that_the_oracle_lacks(family
         assert "chooses experts" in CliRunner().invoke(cli.app, [*arguments, "dtype=bfloat16"]).stderr
         return
     missing = f"the oracle has no decoder of {family}"
-    assert f"rope: {missing}" in CliRunner().invoke(cli.app, [*arguments, "dtype=float32", "rope=yarn"]).stderr
+    for given in ("rope=yarn", "weights=true", "ranks=2", "repeats=4"):
+        refused = CliRunner().invoke(cli.app, [*arguments, "dtype=float32", given])
+        assert f"{given.partition('=')[0]}: {missing}" in refused.stderr
     gate = tmp_path / "gate.yaml"
     messages = {"sdpa": "no case of the gate runs on this", "dense": f"{missing}, which the zoo"}
     for engine, message in (messages | {"dense, against: llama": "against llama: either it or"}).items():
@@ -118,3 +123,46 @@ def test_parity_run_judges_a_checkpoint_of_a_family_that_the_oracle_lacks(family
         wrong = CliRunner().invoke(cli.app, [*arguments, "dtype=float32"])
     assert wrong.exit_code == 1
     assert "DIFFERENT: layer 0, residual after the MLP" in wrong.stdout
+
+
+def _other_epsilon(forward):
+    def wrong(self, x):
+        with patch.object(self, "eps" if hasattr(self, "eps") else "variance_epsilon", 1e-5):
+            return forward(self, x)
+
+    return wrong
+
+
+def _at(change):
+    return lambda forward: lambda self, x, position_ids, *kind: forward(self, x, change(position_ids), *kind)
+
+
+PIECES = {
+    "another epsilon": ("gemma2", "RMSNorm", _other_epsilon),
+    "another theta": ("gemma2", "RotaryEmbedding", _at(lambda places: 1.01 * places)),
+    "positions off by one": ("olmo2", "RotaryEmbedding", _at(lambda places: places + 1)),
+    "no mean taken away": (
+        "stablelm",
+        "LayerNorm",
+        lambda _: lambda self, x: self.weight * x / x.std(-1, keepdim=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", PIECES)
+def test_norms_and_rope_of_a_family_that_the_oracle_lacks_have_a_second_truth(bug):
+    """They are the judged side's own: a fault in them is in truth, reference and candidate alike."""
+    family, kind, wrong = PIECES[bug]
+    model = families.tiny_model(family).float()
+    modeling = vars(sys.modules[type(model).__module__])
+    owner = next((x for name, x in modeling.items() if name.endswith(kind)), torch.nn.LayerNorm)
+
+    def broken() -> list[str]:
+        with watch_pieces(model) as found, torch.no_grad():
+            model(torch.arange(2, 32)[None] % 20, position_ids=torch.arange(30)[None] + 300, use_cache=False)
+        assert len(found) >= 3
+        return [name for name, (*of, likely) in found.items() if not judge(*of, "float32", likely_error=likely).passed]
+
+    assert broken() == []
+    with patch.object(owner, "forward", wrong(owner.forward)):
+        assert broken()
