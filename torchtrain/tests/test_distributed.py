@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,18 @@ def test_whole_documents_are_refused_of_a_model_with_windows(load):
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 
+def read_masters(run: Path, shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The master weights of the last checkpoint, put together of what each rank saved."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(max((run / "checkpoints").iterdir()).glob("state-*.safetensors")):
+        for name, part in load_file(path).items():
+            kind, start, parameter = name.split(":")
+            if kind == "master":
+                whole = found.setdefault(parameter, torch.full_like(shapes[parameter], torch.nan, dtype=torch.float32))
+                whole.view(-1)[int(start) : int(start) + len(part)] = part
+    return found
+
+
 def lines_of(log: Path) -> list[str]:
     return [line for line in log.read_text().splitlines() if line.startswith("torchtrain:")]
 
@@ -233,6 +246,9 @@ def test_a_run_on_two_processes_leaves_what_a_run_on_one_does(tree, write_config
         assert a["domains"].keys() == b["domains"].keys()
     assert two[-1]["loss"] < two[0]["loss"] - 0.5
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
+    exported = dict(model.named_parameters())
+    masters = read_masters(tmp_path / "two", exported)
+    assert [name for name, x in exported.items() if not torch.equal(x, masters[name].to(x.dtype))] == []
     assert model.config.max_position_embeddings == 2 * POSITIONS
     assert {path.name for path in (tmp_path / "two").iterdir()} == {path.name for path in (tmp_path / "one").iterdir()}
     assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
@@ -255,17 +271,12 @@ def test_masters_begin_at_the_files_own_precision(tree, write_config, tmp_path, 
     assert done["codes"] == [0] * processes, log.read_text()
     own = load_file(Path(tree["model"]["source"]) / "model.safetensors")
     assert "masters   begin at the numbers of the weights' files, before they are rounded to" in log.read_text()
-    saved: dict[str, torch.Tensor] = {}
-    for path in sorted((tmp_path / "run").glob("checkpoints/*/state-*.safetensors")):
-        for name, part in load_file(path).items():
-            kind, start, parameter = name.split(":")
-            if kind == "master":
-                whole = saved.setdefault(parameter, torch.full_like(own[parameter].reshape(-1), float("nan")))
-                whole[int(start) : int(start) + len(part)] = part
-    assert saved.keys() == own.keys()
+    saved, exported = read_masters(tmp_path / "run", own), load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert saved.keys() == own.keys() == exported.keys()
     for name, weight in own.items():
-        assert (saved[name] - weight.reshape(-1)).abs().max() < 1e-20, name  # of a weight that is 0
+        assert (saved[name] - weight).abs().max() < 1e-20, name  # of a weight that is 0
         assert not torch.equal(weight, weight.bfloat16().float()), name
+        assert torch.equal(exported[name], saved[name].bfloat16()), name
 
 
 @pytest.mark.one_of(2)
