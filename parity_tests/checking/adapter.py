@@ -7,6 +7,7 @@ tell the tensor library. What stays open is asked for in one line.
 import difflib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -295,7 +296,12 @@ def _used(fn: Any, calls: int = 0) -> list[Any]:
     codes, used = [code], []
     for own in codes:
         codes += [x for x in own.co_consts if inspect.iscode(x)]
-        used += [known.get(n, n if n.partition(".")[0] in ("torch", "jax") else None) for n in own.co_names]
+        named = [
+            known.get(n, n if n.partition(".")[0] in ("torch", "jax") else sys.modules.get(n)) for n in own.co_names
+        ]
+        for n in own.co_names:  # what a module, a class or an object holds: `m.attend(...)`
+            named += [inspect.getattr_static(x, n, None) for x in named if x is not None and not _libraries(x)]
+        used += named
         used += [known[n] for n in own.co_freevars if n in known]
     mine = [x for x in used if inspect.isfunction(inspect.unwrap(getattr(x, "func", x))) and not _libraries(x)]
     return used + [x for called in mine if calls for x in _used(called, calls - 1)]

@@ -164,9 +164,28 @@ def test_what_it_lacks_is_listed_and_never_passed():
 # -- declarations ------------------------------------------------------------------------------------------------------
 
 
+class Helpers:
+    by_mask, in_jax = staticmethod(by_mask), staticmethod(in_jax)
+
+
+helpers = types.ModuleType("helpers")
+vars(helpers).update(vars(Helpers), inner=helpers, held=Helpers())
+
+
+def by_local_import(q, k, v, mask):
+    from parity_tests.tests import attention_by_hand
+
+    return attention_by_hand.by_mask(q, k, v, mask, None)
+
+
 @pytest.mark.parametrize(
     ("fn", "library"),
     [
+        (lambda q, k, v, mask: helpers.in_jax(q, k, v, mask, 1.0), "jax"),
+        (lambda q, k, v, mask: helpers.inner.by_mask(q, k, v, mask, None), "torch"),
+        (lambda q, k, v, mask: helpers.held.in_jax(q, k, v, mask, 1.0), "jax"),
+        (lambda q, k, v, mask: Helpers.by_mask(q, k, v, mask, None), "torch"),
+        (by_local_import, "torch"),
         (lambda q, k, v, mask: in_jax(q, k, v, mask, 1.0), "jax"),
         (lambda q, k, v, mask: [in_jax(*x) for x in (q, k, v)], "jax"),
         (lambda q, k, v, mask: by_mask(q, k, v, mask, None), "torch"),
