@@ -143,10 +143,10 @@ class _RoundedOracle:
                 for document in np.unique(row[row != PADDING])
             ]
             queries, in_front = np.array(sizes).T
-            pairs = sum(_count_pairs(row, None) for row in ids_BT)
+            pairs = sum(_count_pairs(row) for row in ids_BT)
             return np.array([pairs, queries.max(), (queries + in_front).max(), len(queries)])
-        windows = case.decoder_config.windows
-        each = {window: [_count_pairs(row, window) for row in ids_BT] for window in set(windows)}
+        windows, keep = case.decoder_config.windows, case.decoder_config.keep_anchor
+        each = {window: [_count_pairs(row, window, keep) for row in ids_BT] for window in set(windows)}
         pairs = sum(round(sum(of_row) / len(windows)) for of_row in zip(*(each[w] for w in windows), strict=True))
         return np.array([pairs, (self.batch["shift_labels"] != IGNORED).sum()]) * case.spec.ranks * case.spec.repeats
 
@@ -276,9 +276,9 @@ class _RoundedOracle:
         return [row | {"weights": own_T[None]} for row, own_T in zip(laid, weights_BT, strict=True)]
 
 
-def _count_pairs(ids_T: np.ndarray, window: int | None) -> int:
+def _count_pairs(ids_T: np.ndarray, window: int | None = None, keep_anchor: bool = False) -> int:
     parts = [slice(at, at + QUERY_BLOCK) for at in range(0, len(ids_T), QUERY_BLOCK)]
-    return sum(int(visible_BQJ(ids_T[None], part, window=window).sum()) for part in parts)
+    return sum(int(visible_BQJ(ids_T[None], part, None, window, keep_anchor).sum()) for part in parts)
 
 
 def _norms(stage: str, norms: Sequence[tuple[float, list[float]]]) -> Arrays:

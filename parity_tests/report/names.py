@@ -4,7 +4,7 @@ import re
 
 from parity_tests.report.schema import Group
 
-_PREFIX = re.compile(r"^(run\.(exported\.|masters\.)?)?((inputs|gradients|step|trajectory|loss)\.)?(model\.)?")
+_PREFIX = re.compile(r"^(run\.(exported\.|masters\.)?)?((inputs|forward|gradients|step|trajectory|loss)\.)?(model\.)?")
 # `layers.3.q`, `model.layers.3.mlp`, `transformer.h.3.attn`, `layers_3.mlp`, `decoder.block_3`.
 _LAYER = re.compile(r"(?:^|\.)(?:\w*layers?|h|\w*blocks?)[._](\d+)(?:\.(.+))?$", re.IGNORECASE)
 

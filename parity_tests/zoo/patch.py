@@ -59,6 +59,12 @@ def around(function: Callable[..., Any], replacement: Callable[..., Any]) -> Con
     return swap(function, partial(replacement, function))
 
 
+def method(owner: Any, name: str, replacement: Callable[..., Any]) -> Context:
+    """Replace a method of a class by a function that takes the one that it replaces before its arguments."""
+    original = getattr(owner, name)
+    return patch.object(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))
+
+
 @contextmanager
 def in_every_family(class_name: str, method: str, make: Wrap) -> Iterator[None]:
     """Wrap a method of a class that every family has its own of: `RMSNorm`, `MLP`, `RotaryEmbedding`, ...
@@ -159,12 +165,11 @@ def batches(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Context
 
 def settings(**changes: Any) -> Context:
     """Make every strategy with these settings of `train` in place of its own."""
-    init = Replicated.__init__
 
-    def changed(self: Replicated, model: Any, train: Any, *args: Any) -> None:
+    def changed(init: Callable[..., None], self: Replicated, model: Any, train: Any, *args: Any) -> None:
         init(self, model, train.model_copy(update=changes), *args)
 
-    return patch.object(Replicated, "__init__", changed)
+    return method(Replicated, "__init__", changed)
 
 
 def rates(change: Callable[[Callable[[int, Any], float], int, Any], float]) -> Context:
@@ -178,9 +183,8 @@ def rates(change: Callable[[Callable[[int, Any], float], int, Any], float]) -> C
 
 def loaded_weights(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Context:
     """Load `change(state_dict)` into every module."""
-    original = nn.Module.load_state_dict
 
-    def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(original: Callable[..., Any], self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, change(dict(state_dict)), *args, **kwargs)
 
-    return patch.object(nn.Module, "load_state_dict", load_state_dict)
+    return method(nn.Module, "load_state_dict", load)

@@ -67,20 +67,30 @@ class AttentionPlan:
         """Visible (query, key) pairs of the batch: A(A+1)/2 + sum over documents of n(n+1)/2 + A n."""
         return sum(n * (n + 1) // 2 + (m - n) * n for n, m in zip(self.seqlens_q, self.seqlens_k, strict=True))
 
-    def mean_live_pairs(self, windows: Mapping[int | None, int]) -> int:
-        """Return the mean of the live pairs over layers, given how many layers have which window."""
-        pairs = sum(layers * self._live_pairs_within(window) for window, layers in windows.items())
+    def mean_live_pairs(self, windows: Mapping[int | None, int], keep_anchor: bool = False) -> int:
+        """Return the mean of the live pairs over layers, given how many layers have which window, and whether the
+        anchor stays visible beyond it.
+        """
+        pairs = sum(layers * self._live_pairs_within(window, keep_anchor) for window, layers in windows.items())
         return round(pairs / max(1, sum(windows.values())))
 
-    def _live_pairs_within(self, window: int | None) -> int:
+    def _live_pairs_within(self, window: int | None, keep_anchor: bool) -> int:
         if window is None or window >= self.max_seqlen_k:
             return self.live_pairs
 
-        def up_to(n: int) -> int:
-            """Return the pairs of a sequence's first n tokens."""
-            return n * (n + 1) // 2 if n < window else window * n - window * (window - 1) // 2
+        def up_to(n: int, most: int) -> int:
+            """Return the pairs of a sequence's first n tokens, each with at most so many keys."""
+            n = max(n, 0)
+            return n * (n + 1) // 2 if n < most else most * n - most * (most - 1) // 2
 
-        return sum(up_to(m) - up_to(m - n) for n, m in zip(self.seqlens_q, self.seqlens_k, strict=True))
+        sizes = list(zip(self.seqlens_q, self.seqlens_k, strict=True))
+        pairs = sum(up_to(m, window) - up_to(m - n, window) for n, m in sizes)
+        if keep_anchor:  # of a query's keys that lie beyond its window, the first are the anchor's
+            ids_S = self.document_ids_BT.flatten()[self.q_index_N[self.cu_seqlens_q[:-1]]].tolist()
+            for (n, m), document in zip(sizes, ids_S, strict=True):
+                anchors = n if document == ANCHOR else m - n
+                pairs += up_to(m - window, anchors) - up_to(m - n - window, anchors)
+        return pairs
 
     def block_mask(self, window: int | None = None, keep_anchor: bool = False) -> BlockMask:
         """Return FlexAttention's mask. The first layer with these options builds it, and the others reuse it."""

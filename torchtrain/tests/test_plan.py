@@ -109,6 +109,7 @@ def test_varlen_segments_are_the_rule(ids_BT, window):
     within = visible_BTT(ids_BT, window)
     assert torch.equal(mask_of_varlen(plan, window), within)
     assert plan.mean_live_pairs({None: 2, window: 1}) == round((2 * int(rule.sum()) + int(within.sum())) / 3)
+    assert plan.mean_live_pairs({window: 1}, keep_anchor=True) == int(visible_BTT(ids_BT, window, True).sum())
     assert plan.max_seqlen_k == max(plan.cu_seqlens_k.diff().tolist(), default=0)
 
 

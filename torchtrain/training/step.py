@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from torchtrain.attention.hf import KEEPS_ANCHOR
 from torchtrain.attention.masks import layer_windows
 from torchtrain.config import TrainConfig
 from torchtrain.data import stack_rows
@@ -125,7 +126,8 @@ def accumulate(
             on_losses(each_Bt, batch.part)
     losses.sum_over(world, strategy.norm())
     windows = layer_windows(strategy.model.config)
-    (live_pairs,) = world.sum([sum(batch.rows.mean_live_pairs(windows) for batch in batches)])
+    keep_anchor = any(getattr(module, KEEPS_ANCHOR, False) for module in strategy.model.modules())
+    (live_pairs,) = world.sum([sum(batch.rows.mean_live_pairs(windows, keep_anchor) for batch in batches)])
     return losses, int(live_pairs) // world.sequence_parallel
 
 

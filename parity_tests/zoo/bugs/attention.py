@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.qwen3 import modeling_qwen3
 
 from parity_tests.zoo import Bug, bug, plain
-from parity_tests.zoo.patch import around, attention, documents, every_engine
+from parity_tests.zoo.patch import around, attention, documents, every_engine, method
 from torchtrain.attention.block_mask import make_block_mask
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.marks import ANCHOR
@@ -116,12 +116,11 @@ def probabilities_rounded_before_sum(logits: Tensor, mask: Tensor, _: Tensor) ->
     return (exponentials / total.clamp(min=1)).to(logits.dtype)
 
 
-_qk_norm_after_rope_attend = modeling_qwen3.Qwen3Attention.forward
 _rotate = modeling_qwen3.apply_rotary_pos_emb
 
 
-@bug(patch.object, modeling_qwen3.Qwen3Attention, "forward")
-def qk_norm_after_rope(self, *args, **kwargs):
+@bug(method, modeling_qwen3.Qwen3Attention, "forward")
+def qk_norm_after_rope(attend, self, *args, **kwargs):
     norms = self.q_norm.forward, self.k_norm.forward
 
     def rotate_then_norm(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -132,7 +131,7 @@ def qk_norm_after_rope(self, *args, **kwargs):
         patch.object(self.k_norm, "forward", lambda x: x),
         patch.object(modeling_qwen3, "apply_rotary_pos_emb", rotate_then_norm),
     ):
-        return _qk_norm_after_rope_attend(self, *args, **kwargs)
+        return attend(self, *args, **kwargs)
 
 
 @bug(attention)
@@ -166,9 +165,18 @@ def anchor_where_none_is(document_ids_BT: Tensor) -> Tensor:
 plan_of_earlier_ids = Bug(lambda: patch("torchtrain.attention.remember._is_unchanged", lambda *_: True))
 
 
-pairs_without_windows = Bug(
-    lambda: patch.object(AttentionPlan, "_live_pairs_within", lambda plan, window: plan.live_pairs)
-)
+@bug(method, AttentionPlan, "_live_pairs_within")
+def pairs_without_windows(count, plan, *_):
+    return plan.live_pairs
+
+
+@bug(method, AttentionPlan, "_live_pairs_within")
+def pairs_without_the_kept_anchor(count, plan, window, _):
+    return count(plan, window, False)
+
+
+_full = property(lambda plan: plan.document_ids_BT.numel() * (plan.document_ids_BT.shape[1] + 1) // 2)
+pairs_of_full_attention = Bug(lambda: patch.object(AttentionPlan, "live_pairs", _full))
 longest_keys_without_anchor = Bug(lambda: patch.object(AttentionPlan, "max_seqlen_k", AttentionPlan.max_seqlen_q))
 
 

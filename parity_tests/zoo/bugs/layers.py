@@ -88,8 +88,6 @@ sink_without_gradient = Bug(
     lambda: _options(lambda _, sinks_H, **__: {"sinks_H": None if sinks_H is None else sinks_H.detach()})
 )
 
-_HYBRIDS = "parity_tests/tests/test_hybrids.py"
-
 
 def _state(change: Callable[[Tensor], Tensor]) -> Context:
     """Let layers with a state run by `change(document_ids_BT)`; attention runs by the documents as they are."""

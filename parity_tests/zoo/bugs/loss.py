@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity_tests.zoo import Bug, bug
-from parity_tests.zoo.patch import around, attention, batches, swap, wrap
+from parity_tests.zoo.patch import around, attention, batches, method, swap, wrap
 from torchtrain.attention.engines.gather import _GatherKeys
 from torchtrain.data.rows import build_row
 from torchtrain.data.weights import LossWeights
@@ -38,25 +38,20 @@ anchor_gradient_overwritten = Bug(
 )
 
 
-@bug(attention)
-def anchor_key_gradient_dropped(attend):
-    def detach(q, k, v, plan, **options):
-        is_anchor = (plan.document_ids_BT == ANCHOR)[:, :, None, None]
-        return attend(q, torch.where(is_anchor, k.detach(), k), v, plan, **options)
+def _anchor_detached(of):
+    def make(attend):
+        def detach(q, k, v, plan, **options):
+            is_anchor = (plan.document_ids_BT == ANCHOR)[:, :, None, None]
+            k, v = (torch.where(is_anchor, x.detach(), x) if name == of else x for name, x in (("k", k), ("v", v)))
+            return attend(q, k, v, plan, **options)
 
-    return detach
+        return detach
 
-
-@bug(attention)
-def anchor_value_gradient_dropped(attend):
-    def detach(q, k, v, plan, **options):
-        is_anchor = (plan.document_ids_BT == ANCHOR)[:, :, None, None]
-        return attend(q, k, torch.where(is_anchor, v.detach(), v), plan, **options)
-
-    return detach
+    return attention(make)
 
 
-_clip_before_accumulation_init = Optimizer.__init__
+anchor_key_gradient_dropped = Bug(lambda: _anchor_detached("k"))
+anchor_value_gradient_dropped = Bug(lambda: _anchor_detached("v"))
 
 
 @Bug
@@ -64,10 +59,10 @@ _clip_before_accumulation_init = Optimizer.__init__
 def clip_before_accumulation() -> Iterator[None]:
     limit = float("inf")
 
-    def init(self, model, train):
+    def note(init, self, model, train):
         nonlocal limit
         limit = train.clip_norm
-        _clip_before_accumulation_init(self, model, train)
+        init(self, model, train)
 
     def make(original):
         def clip(model, batch, plan=None):
@@ -76,7 +71,7 @@ def clip_before_accumulation() -> Iterator[None]:
 
         return clip
 
-    with patch.object(Optimizer, "__init__", init), wrap(hidden_states, make):
+    with method(Optimizer, "__init__", note), wrap(hidden_states, make):
         yield
 
 
@@ -92,12 +87,9 @@ def gradient_accumulated_twice(masters, parameters):
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
-_gradient_averaged_over_ranks_backward = Replicated.backward
-
-
-@bug(patch.object, Replicated, "backward")
-def gradient_averaged_over_ranks(self, loss, last):
-    _gradient_averaged_over_ranks_backward(self, loss, last)
+@bug(method, Replicated, "backward")
+def gradient_averaged_over_ranks(backward, self, loss, last):
+    backward(self, loss, last)
     if last:
         for master in self.optimizer.masters:
             if master.grad is not None:
@@ -138,18 +130,15 @@ def loss_gradient_of_last_chunk(original, head, hidden, labels, chunk, **how):
     return total - (theirs - theirs.detach()), each
 
 
-_loss_per_micro_batch_losses = Replicated.losses
-
-
-def _mean_losses(self, part, plan, chunk, scale=1.0):
-    total, each_Bt = _loss_per_micro_batch_losses(self, part, plan, chunk, scale)
+def _mean_losses(losses, self, part, *more):
+    total, each_Bt = losses(self, part, *more)
     return total / (part["shift_labels"] != IGNORED).sum().clamp(min=1), each_Bt
 
 
 @Bug
 @contextmanager
 def loss_per_micro_batch() -> Iterator[None]:
-    with patch.object(Replicated, "losses", _mean_losses), swap(sum_weights, lambda parts, world: len(parts)):
+    with method(Replicated, "losses", _mean_losses), swap(sum_weights, lambda parts, world: len(parts)):
         yield
 
 
@@ -179,20 +168,14 @@ def masked_tokens_counted(original, head, hidden, labels, chunk, **how):
     return total * share, each * share
 
 
-_reduced_every_micro_batch_backward = Replicated.backward
+@bug(method, Replicated, "backward")
+def reduced_every_micro_batch(backward, self, loss, last):
+    backward(self, loss, last=True)
 
 
-@bug(patch.object, Replicated, "backward")
-def reduced_every_micro_batch(self, loss, last):
-    _reduced_every_micro_batch_backward(self, loss, last=True)
-
-
-_reduced_first_micro_batch_backward = Replicated.backward
-
-
-@bug(patch.object, Replicated, "backward")
-def reduced_first_micro_batch(self, loss, last):
-    _reduced_first_micro_batch_backward(self, loss, last=not last)
+@bug(method, Replicated, "backward")
+def reduced_first_micro_batch(backward, self, loss, last):
+    backward(self, loss, last=not last)
 
 
 @bug(around, build_row)
@@ -218,12 +201,9 @@ def answers_counted_before_the_mask(batches, world):
     return count
 
 
-_tied_embeddings_untied_load = nn.Module.load_state_dict
-
-
-@bug(patch.object, nn.Module, "load_state_dict")
-def tied_embeddings_untied(self, *args, **kwargs):
-    result = _tied_embeddings_untied_load(self, *args, **kwargs)
+@bug(method, nn.Module, "load_state_dict")
+def tied_embeddings_untied(load, self, *args, **kwargs):
+    result = load(self, *args, **kwargs)
     config = getattr(self, "config", None)
     if config is not None and config.tie_word_embeddings:
         self.lm_head.weight = nn.Parameter(self.lm_head.weight.detach().clone())
@@ -238,12 +218,9 @@ def vocabulary_beyond_first_part(original, *given):
     return losses_n
 
 
-_weight_of_the_neighbour_weigh = LossWeights.weigh
-
-
-@bug(patch.object, LossWeights, "weigh")
-def weight_of_the_neighbour(self, row, random):
-    weighed = _weight_of_the_neighbour_weigh(self, row, random)
+@bug(method, LossWeights, "weigh")
+def weight_of_the_neighbour(weigh, self, row, random):
+    weighed = weigh(self, row, random)
     return weighed | {"weights": np.roll(weighed["weights"], 1)}
 
 
@@ -276,6 +253,12 @@ def logits_rule_without_gradient(losses, logits_nV, labels_n, scale, rule):
     if rule.cap is not None:
         made_nV = torch.tanh(made_nV / rule.cap) * rule.cap
     return losses(made_nV, labels_n, scale, AS_THEY_ARE)
+
+
+@bug(around, chunked_cross_entropy)
+def head_bias_dropped(original, head, *args, **how):
+    with patch.object(head, "bias", None):
+        return original(head, *args, **how)
 
 
 @bug(around, _add_gradients)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity_tests.zoo import Bug, bug
-from parity_tests.zoo.patch import around, in_every_family, loaded_weights
+from parity_tests.zoo.patch import around, in_every_family, loaded_weights, method
 from torchtrain.modeling.load import load_for_training
 from torchtrain.products import LinearInFloat32, linear
 
@@ -30,11 +30,9 @@ def _instead(class_name, forward):
     return in_every_family(class_name, "forward", lambda _: forward)
 
 
-_embed = nn.Embedding.forward
-
-embedding_scaled = Bug(
-    lambda: patch.object(nn.Embedding, "forward", lambda self, ids: _embed(self, ids) * self.embedding_dim**0.5)
-)
+@bug(method, nn.Embedding, "forward")
+def embedding_scaled(embed, self, ids):
+    return embed(self, ids) * self.embedding_dim**0.5
 
 
 @bug(_instead, "MLP")

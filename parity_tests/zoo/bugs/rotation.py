@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -28,38 +29,43 @@ def interleave_reversed(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Ten
     return changed
 
 
-@bug(frequencies)
+def _of(rope_type: str, change: Callable[[Any, Tensor], Tensor]) -> Context:
+    """Use `change(rotary, inv_freq_C)` for the inverse frequencies of a type."""
+    return frequencies(
+        lambda rotary, own: change(rotary, own) if _parameters(rotary)["rope_type"] == rope_type else own
+    )
+
+
+def _parameters(rotary: Any) -> dict[str, Any]:
+    return rotary.config.rope_parameters
+
+
+def _default(rotary: Any, C: int) -> Tensor:
+    return _parameters(rotary)["rope_theta"] ** -(torch.arange(C, device=rotary.inv_freq.device) / C)
+
+
+@bug(_of, "linear")
 def linear_interpolated_twice(rotary, inv_freq_C: Tensor) -> Tensor:
-    parameters = rotary.config.rope_parameters
-    return inv_freq_C / parameters["factor"] if parameters["rope_type"] == "linear" else inv_freq_C
+    return inv_freq_C / _parameters(rotary)["factor"]
 
 
-@bug(frequencies)
+@bug(_of, "llama3")
 def llama3_boundaries_swapped(rotary, inv_freq_C: Tensor) -> Tensor:
-    if rotary.config.rope_parameters["rope_type"] != "llama3":
-        return inv_freq_C
     config = copy.deepcopy(rotary.config)
     low, high = (config.rope_parameters[name] for name in ("low_freq_factor", "high_freq_factor"))
     config.rope_parameters |= {"low_freq_factor": high, "high_freq_factor": low}
     return ROPE_INIT_FUNCTIONS["llama3"](config, inv_freq_C.device)[0]
 
 
-@bug(frequencies)
+@bug(_of, "llama3")
 def llama3_not_scaled(rotary, inv_freq_C: Tensor) -> Tensor:
-    if rotary.config.rope_parameters["rope_type"] != "llama3":
-        return inv_freq_C
-    C = inv_freq_C.shape[0]
-    return rotary.config.rope_parameters["rope_theta"] ** -(torch.arange(C, device=inv_freq_C.device) / C)
+    return _default(rotary, len(inv_freq_C))
 
 
-@bug(frequencies)
+@bug(_of, "longrope")
 def longrope_short_factors(rotary, inv_freq_C: Tensor) -> Tensor:
-    parameters = rotary.config.rope_parameters
-    if parameters["rope_type"] != "longrope":
-        return inv_freq_C
-    C = inv_freq_C.shape[0]
-    factor_C = torch.tensor(parameters["short_factor"], device=inv_freq_C.device)
-    return parameters["rope_theta"] ** -(torch.arange(C, device=inv_freq_C.device) / C) / factor_C
+    factor_C = torch.tensor(_parameters(rotary)["short_factor"], device=inv_freq_C.device)
+    return _default(rotary, len(inv_freq_C)) / factor_C
 
 
 def _static(config, rope, length):
@@ -72,18 +78,16 @@ def _static(config, rope, length):
 
 
 def _dynamic(rotary, inv_freq_C: Tensor) -> Tensor:
-    parameters, C = rotary.config.rope_parameters, inv_freq_C.shape[0]
-    if parameters["rope_type"] != "dynamic":
-        return inv_freq_C
+    theta, C = _parameters(rotary)["rope_theta"], len(inv_freq_C)
     place_C = torch.arange(C, device=inv_freq_C.device) / C
-    stretch = inv_freq_C[-1] ** (-1 / place_C[-1]) / parameters["rope_theta"]
-    return (parameters["rope_theta"] * stretch ** ((C - 1) / C)) ** -place_C
+    stretch = inv_freq_C[-1] ** (-1 / place_C[-1]) / theta
+    return (theta * stretch ** ((C - 1) / C)) ** -place_C
 
 
 @Bug
 @contextmanager
 def ntk_exponent() -> Iterator[None]:
-    with swap(extend, _static), frequencies(_dynamic):
+    with swap(extend, _static), _of("dynamic", _dynamic):
         yield
 
 
@@ -170,15 +174,12 @@ def rope_theta(_: object, inv_freq_C: Tensor) -> Tensor:
     return inv_freq_C * 10.0 ** -(torch.arange(C, device=inv_freq_C.device) / C)
 
 
-@bug(frequencies)
+@bug(_of, "yarn")
 def yarn_ramp_reversed(rotary, inv_freq_C: Tensor) -> Tensor:
-    parameters = rotary.config.rope_parameters
-    if parameters["rope_type"] != "yarn":
-        return inv_freq_C
-    C = inv_freq_C.shape[0]
-    kept_C = parameters["rope_theta"] ** -(torch.arange(C, device=inv_freq_C.device) / C)
-    interpolated_C = kept_C / parameters["factor"]
-    return kept_C + interpolated_C - inv_freq_C  # the two blends of a ramp and of its reverse add up to this
+    kept_C = _default(rotary, len(inv_freq_C))
+    return (
+        kept_C + kept_C / _parameters(rotary)["factor"] - inv_freq_C
+    )  # the two blends of a ramp and of its reverse add up to this
 
 
 @bug(in_every_family, "RotaryEmbedding", "forward")
@@ -197,14 +198,10 @@ def _rotated(count: Callable[[int, int], tuple[int, int]]) -> Context:
 
     def other(rotary, inv_freq_C: Tensor) -> Tensor:
         rotated, of = count(SIZES["head_dim"], 2 * inv_freq_C.shape[0])
-        return rotary.config.rope_parameters["rope_theta"] ** (
-            -torch.arange(0, rotated, 2, device=inv_freq_C.device) / of
-        )
+        return _parameters(rotary)["rope_theta"] ** (-torch.arange(0, rotated, 2, device=inv_freq_C.device) / of)
 
     return frequencies(other)
 
-
-_PARTIAL = {"model": "partial", "rope": "keep"}
 
 partial_ignored = Bug(lambda: _rotated(lambda D, R: (D, D)))
 

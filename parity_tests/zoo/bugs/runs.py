@@ -1,6 +1,5 @@
 """Bugs that a whole run shows, from corpus and split to resume and export; RoPE's settings; padding inside a row."""
 
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import numpy as np
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from parity_tests.zoo import Bug, bug
 from parity_tests.zoo.bugs.attention import blocks_of
-from parity_tests.zoo.patch import around, batches, documents, swap, wrap
+from parity_tests.zoo.patch import around, batches, documents, method, swap, wrap
 from torchtrain.checkpoint.state import fill_masters
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.data.dataset import PackedRows, Split, split_documents, tag_ids
@@ -21,9 +20,6 @@ from torchtrain.marks import ANCHOR, IGNORED, PADDING
 from torchtrain.modeling import rope, save
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.save import save_folder
-
-_SEEN = "seen in reviews of training pipelines"
-
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
@@ -56,29 +52,22 @@ tags_left_out_of_the_count = Bug(
 
 last_row_left_out = Bug(lambda: patch.object(PackedRows, "_rows_of", lambda self, epoch: len(self.plan(epoch)) - 1))
 
-_spans = PackPlan.spans
 
-cut_repeats_a_token = Bug(
-    lambda: patch.object(
-        PackPlan,
-        "spans",
-        lambda self, row: [Span(d, a - (0 < a < b - 1), b - (0 < a < b - 1)) for d, a, b in _spans(self, row)],
-    )
-)
-
-_targets_of = Documents.targets_of
+@bug(method, PackPlan, "spans")
+def cut_repeats_a_token(spans, self, row):
+    return [Span(d, a - (0 < a < b - 1), b - (0 < a < b - 1)) for d, a, b in spans(self, row)]
 
 
-@bug(patch.object, Documents, "targets_of")
-def answers_of_another_document(self, index, start, stop):
+@bug(method, Documents, "targets_of")
+def answers_of_another_document(targets_of, self, index, start, stop):
     other = (index + 2) % len(self)
-    found = _targets_of(self, other, 0, int(self.lengths[other]))
+    found = targets_of(self, other, 0, int(self.lengths[other]))
     return None if found is None else np.resize(found, stop)[start:]
 
 
-answers_mask_lost_at_a_cut = Bug(
-    lambda: patch.object(Documents, "targets_of", lambda self, i, a, b: _targets_of(self, i, 0, b - a))
-)
+@bug(method, Documents, "targets_of")
+def answers_mask_lost_at_a_cut(targets_of, self, index, start, stop):
+    return targets_of(self, index, 0, stop - start)
 
 
 @bug(around, build_row)
@@ -110,12 +99,10 @@ split_of_one_seed = Bug(lambda: _streams(lambda key: (HELD_OUT, 0) if key[0] == 
 
 # -- steps and resuming ------------------------------------------------------------------------------------------------
 
-_restore = Checkpoints.load
 
-
-@bug(patch.object, Checkpoints, "load")
-def moments_lost_on_resuming(self, state, manifest, world):
-    _restore(self, state, manifest, world)
+@bug(method, Checkpoints, "load")
+def moments_lost_on_resuming(load, self, state, manifest, world):
+    load(self, state, manifest, world)
     optimizer, masters = state._adamw()
     for master in masters:
         for name in ("exp_avg", "exp_avg_sq"):
@@ -128,63 +115,29 @@ masters_of_rounded_weights = Bug(lambda: swap(fill_masters, lambda state, source
 # -- loading and exporting ---------------------------------------------------------------------------------------------
 
 
-def _after_loading(change):
-    def make(original):
-        def load_it(*args, **kwargs):
-            model = original(*args, **kwargs)
-            with torch.no_grad():
-                change(model)
-            return model
-
-        return load_it
-
-    return wrap(load_for_training, make)
-
-
-@bug(_after_loading)
-def ties_broken_on_loading(model):
+@bug(around, load_for_training)
+def ties_broken_on_loading(load, *args, **kwargs):
+    model = load(*args, **kwargs)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
 
 
-def _export_with(change):
-    def make(original):
-        def save(model, tokenizer, folder, weights=None, *anchor):
-            if weights is None:
-                weights = model.state_dict()
-            return original(model, tokenizer, folder, {name: change(name, x) for name, x in weights.items()}, *anchor)
-
-        return save
-
-    return wrap(save_folder, make)
+@bug(around, save_folder)
+def exported_in_half(save, model, tokenizer, folder, weights=None, *anchor):
+    weights = model.state_dict() if weights is None else weights
+    return save(model, tokenizer, folder, {name: x.bfloat16() for name, x in weights.items()}, *anchor)
 
 
-exported_in_half = Bug(lambda: _export_with(lambda name, x: x.bfloat16()))
-
-
-@contextmanager
-def _exported_config(change):
-    original = save._add_older_names
-
-    def add(written):
-        original(written)
-        change(written)
-
-    with patch.object(save, "_add_older_names", add):
-        yield
-
-
-@bug(_exported_config)
-def exported_theta_is_old(written):
+@bug(method, save, "_add_older_names")
+def exported_theta_is_old(add, written):
+    add(written)
     written["rope_theta"] = written["rope_parameters"]["rope_theta"] = 10_000.0
 
 
-_extend = rope.extend
-
-
-@bug(swap, _extend)
-def held_length_stays(config, *args):
-    extended = _extend(config, *args)
+@bug(around, rope.extend)
+def held_length_stays(extend, config, *args):
+    extended = extend(config, *args)
     extended.max_position_embeddings = config.max_position_embeddings
     return extended
 
@@ -194,12 +147,7 @@ def held_length_stays(config, *args):
 
 def _parameters(change):
     """Extend with `change(parameters, own)`, from what RoPE's parameters are to be and were."""
-    original = rope._parameters
-
-    def make(config, own, settings, length, whence):
-        return change(original(config, own, settings, length, whence), own)
-
-    return patch.object(rope, "_parameters", make)
+    return method(rope, "_parameters", lambda make, config, own, *more: change(make(config, own, *more), own))
 
 
 def _without(*names):
@@ -224,22 +172,22 @@ theta_given_is_lost = Bug(
     )
 )
 
-ntk_from_the_old_theta = Bug(lambda: _ntk_of_old())
 
-
-def _ntk_of_old():
-    original = rope._parameters
-
-    def make(config, own, settings, length, whence):
-        if settings.type == "ntk":
-            settings = settings.model_copy(update={"theta": "keep"})
-        return original(config, own, settings, length, whence)
-
-    return patch.object(rope, "_parameters", make)
+@bug(method, rope, "_parameters")
+def ntk_from_the_old_theta(make, config, own, settings, *more):
+    if settings.type == "ntk":
+        settings = settings.model_copy(update={"theta": "keep"})
+    return make(config, own, settings, *more)
 
 
 dynamic_factor_stays = Bug(
     lambda: _parameters(lambda made, own: made | {n: own[n] for n in ("factor",) if own["rope_type"] == "dynamic"})
+)
+
+dynamic_factor_starts_anew = Bug(
+    lambda: _parameters(
+        lambda made, own: made | ({"factor": made["factor"] / own["factor"]} if own["rope_type"] == "dynamic" else {})
+    )
 )
 
 second_extension_compounds = Bug(

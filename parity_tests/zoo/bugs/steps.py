@@ -9,22 +9,21 @@ import torch
 from torch import nn
 
 from parity_tests.zoo import Bug, bug, plain
-from parity_tests.zoo.patch import rates, settings, swap
+from parity_tests.zoo.patch import method, rates, settings, swap
 from torchtrain.training.optimizer import Optimizer, _master, _move_gradients
 from torchtrain.training.strategy import Replicated
 
 adam_betas_default = Bug(lambda: settings(betas=(0.9, 0.999)))
 
 
-class _AdamEpsilonInside(plain.AdamW):
+@bug(patch.object, torch.optim, "AdamW")
+class adam_epsilon_inside(plain.AdamW):
     def denominator(self, square, epsilon):
         return (square + epsilon).sqrt()
 
 
-adam_epsilon_inside = Bug(lambda: patch.object(torch.optim, "AdamW", _AdamEpsilonInside))
-
-
-class _AdamEpsilonScaled(plain.AdamW):
+@bug(patch.object, torch.optim, "AdamW")
+class adam_epsilon_scaled(plain.AdamW):
     def correct(self, state, beta1, beta2):
         mean, square = super().correct(state, beta1, beta2)
         self._root_of_correction = (1 - beta2 ** state["step"]) ** 0.5
@@ -34,27 +33,20 @@ class _AdamEpsilonScaled(plain.AdamW):
         return square.sqrt() + epsilon / self._root_of_correction
 
 
-adam_epsilon_scaled = Bug(lambda: patch.object(torch.optim, "AdamW", _AdamEpsilonScaled))
-
-
-class _AdamWithoutBiasCorrection(plain.AdamW):
+@bug(patch.object, torch.optim, "AdamW")
+class adam_without_bias_correction(plain.AdamW):
     def correct(self, state, beta1, beta2):
         return state["mean"], state["square"]
 
 
-adam_without_bias_correction = Bug(lambda: patch.object(torch.optim, "AdamW", _AdamWithoutBiasCorrection))
-
-
-class _AdamKeepsTheLargest(torch.optim.AdamW):
+@bug(patch.object, torch.optim, "AdamW")
+class adam_keeps_the_largest(torch.optim.AdamW):
     def step(self, closure=None):
         before = {p: state["exp_avg_sq"].clone() for p, state in self.state.items()}
         super().step()
         for parameter, square in before.items():
             moment = self.state[parameter]["exp_avg_sq"]
             moment.copy_(torch.maximum(moment, square))
-
-
-adam_keeps_the_largest = Bug(lambda: patch.object(torch.optim, "AdamW", _AdamKeepsTheLargest))
 
 
 @bug(swap, _move_gradients)
@@ -69,12 +61,10 @@ clip_missing = Bug(lambda: patch.object(nn.utils, "clip_grads_with_norm_", lambd
 
 clip_norm_default = Bug(lambda: settings(clip_norm=1.0))
 
-_make_optimizer = Optimizer.__init__
 
-
-@bug(patch.object, Optimizer, "__init__")
-def clips_where_none_is(self, model, train):
-    _make_optimizer(self, model, train)
+@bug(method, Optimizer, "__init__")
+def clips_where_none_is(init, self, model, train):
+    init(self, model, train)
     self.clip_norm = self.clip_norm or 1.0
 
 
@@ -85,14 +75,11 @@ def clip_per_parameter(parameters, max_norm, total_norm, foreach=None):
             parameter.grad.mul_((max_norm / (parameter.grad.norm() + 1e-6)).clamp(max=1))
 
 
-_torch_clip = nn.utils.clip_grads_with_norm_
-
-
-@bug(patch.object, nn.utils, "clip_grads_with_norm_")
-def clip_by_matrices(parameters, max_norm, total_norm, foreach=None):
+@bug(method, nn.utils, "clip_grads_with_norm_")
+def clip_by_matrices(clip, parameters, max_norm, total_norm, foreach=None):
     parameters = list(parameters)
     norms = [parameter.grad.norm() for parameter in parameters if parameter.ndim >= 2 and parameter.grad is not None]
-    _torch_clip(parameters, max_norm, torch.stack(norms).norm())
+    clip(parameters, max_norm, torch.stack(norms).norm())
 
 
 @bug(rates)
@@ -104,47 +91,40 @@ gradients_not_cleared = Bug(
     lambda: patch.object(torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: None)
 )
 
-_infinite_step = Optimizer.step
-
 
 def _in_an_infinite_step(change):
-    def step(self, learning_rate, known=None):
+    def changed(step, self, learning_rate, known=None):
         value = self.norm().item() if known is None else known
         if not math.isfinite(value):
-            change(self, learning_rate)
+            change(step, self, learning_rate)
             return value
-        return _infinite_step(self, learning_rate, known)
+        return step(self, learning_rate, known)
 
-    return lambda: patch.object(Optimizer, "step", step)
+    return method(Optimizer, "step", changed)
 
 
-def _on_zeros(self, learning_rate):
+@bug(_in_an_infinite_step)
+def infinite_gradient_zeroed(step, self, learning_rate):
     for master in self.masters:
         master.grad.zero_()
-    _infinite_step(self, learning_rate)
+    step(self, learning_rate)
 
 
-infinite_gradient_zeroed = Bug(_in_an_infinite_step(_on_zeros))
-
-infinite_gradient_kept = Bug(_in_an_infinite_step(lambda self, _: None))
-
-_learning_rate_set_once_step = Optimizer.step
+infinite_gradient_kept = Bug(lambda: _in_an_infinite_step(lambda *_: None))
 
 
-@bug(patch.object, Optimizer, "step")
-def learning_rate_set_once(self, learning_rate, *found):
+@bug(method, Optimizer, "step")
+def learning_rate_set_once(step, self, learning_rate, *found):
     self.first_rate = getattr(self, "first_rate", learning_rate)
-    return _learning_rate_set_once_step(self, self.first_rate, *found)
+    return step(self, self.first_rate, *found)
 
 
 no_master_weights = Bug(lambda: swap(_master, lambda parameter: parameter))
 
-_norm_after_clipping_step = Optimizer.step
 
-
-@bug(patch.object, Optimizer, "step")
-def norm_after_clipping(self, learning_rate, *found):
-    norm = _norm_after_clipping_step(self, learning_rate, *found)
+@bug(method, Optimizer, "step")
+def norm_after_clipping(step, self, learning_rate, *found):
+    norm = step(self, learning_rate, *found)
     return norm if self.clip_norm is None else min(norm, self.clip_norm)
 
 
@@ -173,46 +153,38 @@ def warmup_left_out(rate, step, train):
     return rate(max(step, train.warmup_steps), train)
 
 
-_weight_decay_at_the_peak_init = Replicated.__init__
-
-
 @Bug
 @contextmanager
 def weight_decay_at_the_peak() -> Iterator[None]:
     peak = 0.0
 
-    def init(self, model, train, *args):
+    def note(init, self, model, train, *args):
         nonlocal peak
         peak = train.learning_rate
-        _weight_decay_at_the_peak_init(self, model, train, *args)
+        init(self, model, train, *args)
 
     class AdamW(plain.AdamW):
         def update(self, parameter, gradient, group):
             decay = group["weight_decay"] * peak / group["lr"]
             super().update(parameter, gradient, group | {"weight_decay": decay})
 
-    with patch.object(Replicated, "__init__", init), patch.object(torch.optim, "AdamW", AdamW):
+    with method(Replicated, "__init__", note), patch.object(torch.optim, "AdamW", AdamW):
         yield
 
 
-_weight_decay_groups_swapped_init = torch.optim.AdamW.__init__
-
-
-@bug(patch.object, torch.optim.AdamW, "__init__")
-def weight_decay_groups_swapped(self, params, *args, **kwargs):
+@bug(method, torch.optim.AdamW, "__init__")
+def weight_decay_groups_swapped(init, self, params, *args, **kwargs):
     groups = list(params)
     decays = [group["weight_decay"] for group in reversed(groups)]
     swapped = [group | {"weight_decay": decay} for group, decay in zip(groups, decays, strict=True)]
-    _weight_decay_groups_swapped_init(self, swapped, *args, **kwargs)
+    init(self, swapped, *args, **kwargs)
 
 
 weight_decay_in_gradient = Bug(lambda: patch.object(torch.optim, "AdamW", torch.optim.Adam))
 
-_weight_decay_on_norms_init = torch.optim.AdamW.__init__
 
-
-@bug(patch.object, torch.optim.AdamW, "__init__")
-def weight_decay_on_norms(self, params, *args, **kwargs):
+@bug(method, torch.optim.AdamW, "__init__")
+def weight_decay_on_norms(init, self, params, *args, **kwargs):
     groups = list(params)
     decay = max(group["weight_decay"] for group in groups)
-    _weight_decay_on_norms_init(self, [group | {"weight_decay": decay} for group in groups], *args, **kwargs)
+    init(self, [group | {"weight_decay": decay} for group in groups], *args, **kwargs)
