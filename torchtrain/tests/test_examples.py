@@ -3,6 +3,9 @@
 import copy
 import re
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import datasets
 import pytest
@@ -70,6 +73,15 @@ def test_its_losses_are_those_of_our_trainer(monkeypatch, example, clip, given):
             ours[dtype].append((sum(sums) / sum(len(batch.labels) for batch in made)).item())
     verdict = judge(losses, ours[torch.float64], ours[torch.float32], "float32")
     assert verdict.passed, verdict
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("example", ["same_on_two_ranks", "same_in_two_versions"])
+def test_its_verdict_is_that_of_the_page(example):
+    done = subprocess.run([sys.executable, "-m", f"examples.{example}"], capture_output=True, text=True)
+    found = re.search(r"SAME: \d+ arrays", done.stdout)
+    assert found, done.stdout + done.stderr
+    assert found[0] in Path("docs/same-computation.md").read_text("utf-8")
 
 
 def test_strings_train(capsys):
