@@ -20,16 +20,7 @@ from parity_tests.checking.hints import find_hint
 from parity_tests.checking.judging import CaseResult, check_case, takes
 from parity_tests.checking.result import CheckResult, NotTheSame
 
-__all__ = [
-    "Adapter",
-    "CaseResult",
-    "CheckCase",
-    "CheckResult",
-    "NotTheSame",
-    "attention",
-    "check_attention",
-    "declare",
-]
+__all__ = ["Adapter", "CaseResult", "CheckCase", "CheckResult", "NotTheSame", "attention", "check_attention", "declare"]
 
 HEADS = ((4, 2), (4, 4), (4, 1))  # groups of 2, of 1, and multi-query
 # Each in one more case of a whole check, with heads of its own: many, groups of 3, the usual ones.

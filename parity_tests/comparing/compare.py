@@ -15,7 +15,7 @@ from anchorline.errors import UserError
 from parity_tests.comparing.dumps import Array, Dump
 from parity_tests.comparing.hints import explain, know
 from parity_tests.comparing.judging import SHOWN, Found, Rule, Sides, choose, measure_all
-from parity_tests.mistakes.words import extent, how_much, where
+from parity_tests.mistakes.words import sentence, where
 from parity_tests.report.schema import CaseReport, Divergence, Environment, Report
 
 FINER = ("float8_e5m2", "float8_e4m3", "bfloat16", "float16", "float32", "float64")
@@ -202,22 +202,12 @@ def _words(
     assert measure is not None
     if rule.kind == "difference":
         return f"{where(measure)}: differs by {first.relative:.3g} of its size"
-    if measure.whole <= 1 and measure.part:  # so small that every mistake of this size would explain it
-        return f"{where(measure)} ({first.name}): {measure.part.name} errs {measure.part.ratio:.3g} times its allowance"
     known = know({n: s[0] for n, s in pairs.items()}, {n: s[1] for n, s in pairs.items()}, config)
     sides = (known.candidate[first.name], known.truth[first.name]) if first.name in known.truth else None
-    size = how_much(measure, sides)
     before = [f.name for f in found[: found.index(first)] if f.measure]
-    explained = explain(measure, known, before)
-    tokens = ""
-    if (
-        len(measure.shape) >= 3
-        and measure.group == "forward"
-        and "token" not in (explained or "")
-        and first.name in known.truth
-    ):
-        tokens = extent(np.abs(known.candidate[first.name] - known.truth[first.name]), measure)
-    return "; ".join(filter(None, (f"{where(measure)} ({first.name}): {size}", tokens, explained)))
+    by_token = len(measure.shape) >= 3 and measure.group == "forward"
+    place = f"{where(measure)} ({first.name})"
+    return sentence(measure, place, sides, lambda: explain(measure, known, before), by_token)
 
 
 def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rule: Rule) -> list[str]:

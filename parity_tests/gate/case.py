@@ -27,20 +27,12 @@ from parity_tests.gate.spec import RUN_STEPS, STEPS, CaseSpec
 from torchtrain.config import LossWeightConfig, TrainConfig
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 
-FAMILIES: dict[str, Any] = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-}
+FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 # Families that are a Llama but for what the oracle's config says of them: `ADDED`, or a part of the head that rotates.
 ALIKE: dict[str, Any] = {"granite": GraniteConfig, "glm4_moe": Glm4MoeConfig}
 SCALE, DIVISOR, CAP = 0.2, 3.0, 1.5  # of attention's logits, and of the head's
 _WINDOW = {"sliding_window": 6}  # shorter than a document, and than the anchor and a document
-_EVERY_OTHER = {
-    "use_sliding_window": True,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
+_EVERY_OTHER = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 # A family of which one thing is another: its head is the embedding; heads of 128; 50,000 words; it is written to a
 # folder and loaded as a run does; every other layer has a window; or every layer, with a soft cap (as in Gemma 2) or
 # sinks (as in gpt-oss). The gradient of sinks is one number a head, hence 64 heads. A scale that is not 64 ** -0.5 and

@@ -3,6 +3,8 @@
 `parity_tests.mistakes.words` explains arrays of the forward pass; here is what only training has.
 """
 
+from functools import partial
+
 import numpy as np
 
 from parity_tests.gate.case import GateCase
@@ -13,9 +15,8 @@ from parity_tests.mistakes.words import (
     explain_attention,
     explain_rotation,
     explains,
-    extent,
-    how_much,
     scaled,
+    sentence,
     where,
 )
 from parity_tests.oracle import Arrays, first_step
@@ -30,17 +31,11 @@ def describe(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arr
     truth: its truth.
     candidate, oracle: all arrays of both sides.
     """
-    if measure.whole <= 1 and measure.part:  # so small that every mistake of this size would explain it
-        return f"{where(measure)}: {measure.part.name} errs {measure.part.ratio:.3g} times its allowance"
-    explained = cause(case, measure, truth, candidate, oracle)
     by_token = measure.group == "forward" and truth.ndim > 1
     by_token |= measure.name in ("loss.tokens", "inputs.shift_labels", "inputs.weights")
     by_token |= measure.name.startswith(("run.inputs.", "run.losses."))
-    size = how_much(measure, (candidate[measure.name], truth))
-    # An explanation that speaks of tokens says which.
-    of_tokens = by_token and not (explained and "token" in explained)
-    tokens = extent(np.abs(candidate[measure.name] - truth), measure) if of_tokens else None
-    return "; ".join(filter(None, (f"{where(measure)}: {size}", tokens, explained)))
+    explain = partial(cause, case, measure, truth, candidate, oracle)
+    return sentence(measure, where(measure), (candidate[measure.name], truth), explain, by_token)
 
 
 def cause(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arrays, oracle: OracleArrays) -> str | None:

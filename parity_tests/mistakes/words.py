@@ -6,8 +6,9 @@ the candidate's by no more than the allowance. `parity run` and `parity compare`
 Legend: B batch · T tokens of a row · H query heads · D head_dim · C = D / 2 rotated pairs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -92,6 +93,16 @@ def how_much(measure: Measure, sides: tuple[np.ndarray, np.ndarray] | None = Non
         broken = where_not_finite(*sides) if sides else None
         return broken or "the error is not finite"
     return f"{measure.ratio:.3g} times the allowance"
+
+
+def sentence(measure: Measure, place: str, sides: Any, explain: Callable[[], str | None], by_token: bool) -> str:
+    """One line on an array that breaks: its place, how much it errs, in which tokens, and what explains it."""
+    if measure.whole <= 1 and measure.part:  # so small that every mistake of this size would explain it
+        return f"{place}: {measure.part.name} errs {measure.part.ratio:.3g} times its allowance"
+    explained, tokens = explain(), None
+    if sides is not None and by_token and "token" not in (explained or ""):  # what speaks of tokens says which
+        tokens = extent(np.abs(sides[0] - sides[1]), measure)
+    return "; ".join(filter(None, (f"{place}: {how_much(measure, sides)}", tokens, explained)))
 
 
 def extent(error: np.ndarray, measure: Measure) -> str:

@@ -233,10 +233,7 @@ def _scale() -> dict[str, dict[str, str]]:
     """The scale of every heat map on the page, on both sides of the border: class and bound."""
     kept = {f"p{i}": f"≤ {_bound(bound)}" if bound else "0" for i, bound in enumerate(KEPT)}
     broken = {f"b{i}": f"≤ {_bound(bound)}" for i, bound in enumerate(BROKEN[:-1])}
-    return {
-        "keeps the rule, up to 1": kept,
-        "breaks it": broken | {f"b{len(BROKEN) - 1}": f"> {_bound(BROKEN[-2])}"},
-    }
+    return {"keeps the rule, up to 1": kept, "breaks it": broken | {f"b{len(BROKEN) - 1}": f"> {_bound(BROKEN[-2])}"}}
 
 
 def _bound(bound: float) -> str:

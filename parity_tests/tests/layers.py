@@ -35,11 +35,7 @@ class LayerReport:
 
 
 def compare_layers(
-    model: nn.Module,
-    batch: dict[str, Tensor],
-    engine: str,
-    query_block: int | None = None,
-    rounding: str | None = None,
+    model: nn.Module, batch: dict[str, Tensor], engine: str, query_block: int | None = None, rounding: str | None = None
 ) -> LayerReport:
     """Compare every tap of `model`'s forward pass with the oracle's.
 

@@ -53,10 +53,7 @@ def detached(q, k, v, document_ids, scale):
 
 BROKEN = {
     "leaves": (leaves, "raises SystemExit: 0"),
-    "raises": (
-        raises_on_padding,
-        "First, padded_end-h4k2d16-float32: raises IndexError: index -1 is out of range",
-    ),
+    "raises": (raises_on_padding, "First, padded_end-h4k2d16-float32: raises IndexError: index -1 is out of range"),
     "q in place": (scales_in_place, "changes its input q in place"),
     "ids in place": (writes_its_ids, "changes its input document_ids in place"),
     "NaN": (

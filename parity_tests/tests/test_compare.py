@@ -23,14 +23,12 @@ Arrays = dict[str, np.ndarray]
 
 def write(path: Path, arrays: Arrays, **metadata: str) -> Path:
     """Write safetensors, also of the dtypes that numpy lacks."""
-    header: dict = {"__metadata__": metadata} if metadata else {}
-    parts, at = [], 0
-    kinds = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
+    header, parts, at = {"__metadata__": metadata} if metadata else {}, [], 0
     for name, x in arrays.items():
         parts.append(np.ascontiguousarray(x).tobytes())
-        code = (kinds | CODES)[str(x.dtype)]
-        header[name] = {"dtype": code, "shape": list(x.shape), "data_offsets": [at, at + len(parts[-1])]}
-        at += len(parts[-1])
+        kind = str(x.dtype)
+        code = CODES.get(kind, "BOOL" if kind == "bool" else f"{kind[0].upper()}{8 * x.itemsize}")
+        header[name] = {"dtype": code, "shape": list(x.shape), "data_offsets": [at, at := at + len(parts[-1])]}
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
     return path
@@ -128,11 +126,7 @@ def test_a_fault_is_found_at_its_name_and_said(sides, name, change, says):
 @pytest.mark.parametrize(
     ("name", "other", "says"),
     [
-        (
-            "layers.1.attn_residual",
-            "layers.1.attn_out",
-            "it is layers.1.attn_out and nothing else; the residual is miss",
-        ),
+        ("layers.1.attn_residual", "layers.1.attn_out", "it is layers.1.attn_out and nothing else; the residual is"),
         ("layers.1.v", "layers.1.k", "it is layers.1.k and nothing else"),
         ("layers.0.residual", "layers.0.attn_residual", "layers.0.mlp is left out"),
     ],
@@ -245,9 +239,8 @@ def test_half_precision_is_judged_as_what_its_values_are(tmp_path, dtype, widene
     assert done.exit_code == 0, done.output
     alone = {n: x.astype(np.float32) for n, x in truth.items()}
     write(tmp_path / "reference.safetensors", alone)
-    assert run(tmp_path, sides[0]).exit_code == int(
-        wide == np.float32
-    )  # a reference in float32 allows no half precision
+    # A reference in float32 allows no half precision.
+    assert run(tmp_path, sides[0]).exit_code == int(wide == np.float32)
     write(tmp_path / "reference.safetensors", sides[1])
     far = {n: (x.astype(np.float32) * 1.5).astype(wide) for n, x in sides[0].items()}
     assert run(tmp_path, far).exit_code == 1

@@ -44,10 +44,7 @@ def equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 
 RECOMPUTED = {"activation_checkpointing": True}
-CASES = [
-    ("llama", "float32", "dense", RECOMPUTED, "aot_eager"),
-    ("qwen3", "model", "sdpa", {}, "eager"),
-]
+CASES = [("llama", "float32", "dense", RECOMPUTED, "aot_eager"), ("qwen3", "model", "sdpa", {}, "eager")]
 
 
 @pytest.mark.parametrize(("family", "rotation", "engine", "settings", "through"), CASES)

@@ -278,11 +278,8 @@ def test_the_words_for_a_schedule(bug, words):
         ("clip_norm_default", "llama", "gradients are clipped to 1, not to 0.5"),
         ("clip_per_parameter", "llama", "gradients are clipped one by one"),
         ("clip_by_matrices", "llama", "the norm that clips is that of the matrices alone"),
-        (
-            "clip_by_matrices",
-            "qwen2",
-            "the norm that clips is that of the matrices alone",
-        ),  # its biases are judged with their weights
+        # Its biases are judged with their weights.
+        ("clip_by_matrices", "qwen2", "the norm that clips is that of the matrices alone"),
     ],
 )
 def test_the_words_for_clipping(bug, model, words):
@@ -424,10 +421,8 @@ def test_the_command_of_a_case_runs_that_case():
 
 
 def test_junit_counts_and_says_why():
-    ok, skipped = (
-        run_case(SPEC, ORACLE),
-        run_case(SPEC, ORACLE).model_copy(update={"id": "b", "skipped": "needs \x00 a <GPU>"}),
-    )
+    ok = run_case(SPEC, ORACLE)
+    skipped = ok.model_copy(update={"id": "b", "skipped": "needs \x00 a <GPU>"})
     problem = ok.model_copy(update={"id": "c", "problem": "it raises"})
     with patch.object(candidate, "rope_settings", lambda *_: {"factor": 9.0}):
         wrong = CaseSpec(rope="linear")

@@ -35,10 +35,7 @@ SPREAD = {
     "zero3-offload": ["distributed.zero_stage=3", "distributed.offload=all"],
 }
 
-ADAPTERS_BESIDE = {
-    "sdpa": ["model.attention=sdpa"],
-    "float32": ["model.attention=sdpa", "model.dtype=float32"],
-}
+ADAPTERS_BESIDE = {"sdpa": ["model.attention=sdpa"], "float32": ["model.attention=sdpa", "model.dtype=float32"]}
 
 
 def start(place, verb, name, *overrides, die=(), processes=1):

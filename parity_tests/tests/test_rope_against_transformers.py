@@ -21,6 +21,7 @@ from benchmarks import tf32_angles
 from jaxref.rope import cos_sin, inverse_frequencies, rotate
 from jaxref.rope_spec import RopeSpec
 from jaxref.rounding import preset
+from parity_tests.extensions import in_float64
 
 ORIGINAL = 8192
 EXTENDED = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
@@ -70,34 +71,16 @@ def transformers_frequencies(config: LlamaConfig, seq_len: int | None) -> tuple[
     return modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](config, seq_len=seq_len)
 
 
-class Wide:
-    """torch, where what transformers calls float32 is float64."""
-
-    float = float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def wide_frequencies(monkeypatch, config: LlamaConfig, seq_len: int | None) -> tuple[np.ndarray, float]:
-    """Run transformers' own code in float64."""
-    with monkeypatch.context() as patch:
-        for module in (modeling_rope_utils, modeling_llama):
-            patch.setattr(module, "torch", Wide())
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        frequencies, scaling = transformers_frequencies(config, seq_len)
-    assert frequencies.dtype == torch.float64
-    return frequencies.numpy(), scaling
-
-
 @pytest.mark.parametrize("seq_len", LENGTHS)
 @pytest.mark.parametrize(("rope_type", "head_dim", "theta"), CASES)
-def test_frequencies(monkeypatch, rope_type, head_dim, theta, seq_len):
+def test_frequencies(rope_type, head_dim, theta, seq_len):
     """Rounded to float32, the oracle's frequencies are those of transformers' own code in float64."""
     config = config_of(rope_type, head_dim, theta)
     ours, our_scaling = inverse_frequencies(RopeSpec.from_hf(config.to_dict()), seq_len)
-    theirs, their_scaling = wide_frequencies(monkeypatch, config, seq_len)
-    np.testing.assert_array_equal(ours.astype(np.float32), theirs.astype(np.float32))
+    with in_float64(modeling_llama):
+        theirs, their_scaling = transformers_frequencies(config, seq_len)
+    assert theirs.dtype == torch.float64
+    np.testing.assert_array_equal(ours.astype(np.float32), theirs.float().numpy())
     assert our_scaling == pytest.approx(their_scaling, rel=2**-50)
     # transformers' float32 frequencies are these, but for its own roundings. They are largest, 20 units in the last
     # place, where the blend of yarn subtracts numbers that are close to each other.

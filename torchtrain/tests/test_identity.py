@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from anchorline.errors import UserError
-from torchtrain.checkpoint.identity import (
-    check_config,
-    check_identity,
-    describe_changes,
-    differences,
-)
+from torchtrain.checkpoint.identity import check_config, check_identity, describe_changes, differences
 from torchtrain.checkpoint.manifest import versions
 from torchtrain.config import load_config
 from torchtrain.run.folder import RunFolder

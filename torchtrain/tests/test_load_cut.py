@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    GPT2Config,
-    MixtralConfig,
-    PretrainedConfig,
-)
+from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, MixtralConfig, PretrainedConfig
 
 from anchorline.errors import quoted
 from torchtrain.config import ModelConfig

@@ -14,13 +14,7 @@ from transformers import LlamaConfig, configuration_utils, masking_utils
 import torchtrain
 from anchorline.errors import UserError
 from torchtrain.attention.hf import ARGUMENTS_REFUSED
-from torchtrain.attention.masks import (
-    LAYER_TYPES,
-    MASKS_TOLD,
-    MASKS_WITH_A_LENGTH,
-    MORE_LAYER_TYPES,
-    window_of,
-)
+from torchtrain.attention.masks import LAYER_TYPES, MASKS_TOLD, MASKS_WITH_A_LENGTH, MORE_LAYER_TYPES, window_of
 from torchtrain.attention.rule import visible_BTT
 
 T = 8
@@ -44,11 +38,7 @@ MASKS_NEVER_GIVEN = {
 }
 LAYER_TYPES_REFUSED = {
     *("window_attention", "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
-    *(
-        "minimax_m3_sparse",
-        "hybrid_sliding",
-        "reference_sliding_attention",
-    ),
+    *("minimax_m3_sparse", "hybrid_sliding", "reference_sliding_attention"),
 }
 # Arguments of a family's attention that change nothing under the rule, or that `anchor` honours or checks by name.
 ARGUMENTS_KNOWN = {
