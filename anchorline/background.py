@@ -9,10 +9,7 @@ _Made = TypeVar("_Made")
 
 
 def in_background(work: Callable[[], _Made], name: str) -> Callable[[], _Made]:
-    """Begin work in a thread of this name, and return what waits for its result and raises what it raised.
-
-    The thread is a daemon: an interrupted program does not wait until a hundred gigabytes are read.
-    """
+    """Begin work in a daemon thread of this name; return what waits for its result, or raises what it raised."""
     made: Future[_Made] = Future()
 
     def run() -> None:

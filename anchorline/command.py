@@ -100,7 +100,6 @@ def finite(value: float | None) -> float | None:
 
 
 def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: Any, **extra: Any) -> NoReturn:
-    """Run a command and exit with its exit code."""
     extra["standalone_mode"] = False
     for stream in (sys.stdout, sys.stderr):
         if callable(reconfigure := getattr(stream, "reconfigure", None)):

@@ -13,10 +13,7 @@ from pathlib import Path
 
 
 def git_state(root: Path) -> tuple[str | None, bool | None]:
-    """Return the commit of the checkout that holds `root`, and whether files that git tracks differ from it.
-
-    None for both where there is no git or no checkout; None for the second alone where git fails.
-    """
+    """Return the commit of the checkout of `root`, and whether tracked files differ; None for what git does not say."""
     commit = _git(root, "rev-parse", "HEAD")
     status = _git(root, "status", "--porcelain", "--untracked-files=no") if commit else None
     return commit, None if status is None else bool(status)
@@ -44,10 +41,7 @@ def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return how many cores this process may use: those it may run on, and no more than its control group's quota.
-
-    root: that holds /proc and /sys.
-    """
+    """Return how many cores this process may use, by its mask and control group. root: holds /proc and /sys."""
     # sched_getaffinity exists on Linux alone.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, *map(int, _quotas(root)), cores))

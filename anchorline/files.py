@@ -78,9 +78,7 @@ def resolve(field: str, path: str | Path) -> Path:
 
 
 def resolve_folder(field: str, path: str | Path) -> Path:
-    """Return the path as `resolve` does, of a folder that exists or can be made. Raises UserError: as `resolve`; or a
-    file has this name.
-    """
+    """Return the path of a folder as `resolve` does. Raises UserError: as `resolve`; or a file has this name."""
     real = resolve(field, path)
     if os.path.lexists(real) and not real.is_dir():
         raise UserError(f"{field} {quoted(str(path))}: is a file; give the name of a folder")
@@ -88,9 +86,7 @@ def resolve_folder(field: str, path: str | Path) -> Path:
 
 
 def check_no_pattern(opening: str, folder: str | Path) -> None:
-    """Refuse a folder of a data set whose path the package datasets would not take as it is written. Raises UserError:
-    it would read other folders, or nothing.
-    """
+    """Refuse a data set's folder whose path `datasets` takes for a pattern. Raises UserError: it would read others."""
     if re.search(r"[*?\[\]\n\r]|::", os.path.abspath(folder)):
         raise UserError(
             f"{opening}: datasets reads * ? [ ] :: and line breaks in a path as a pattern; rename the folder"
@@ -98,9 +94,7 @@ def check_no_pattern(opening: str, folder: str | Path) -> None:
 
 
 def open_file(path: Path) -> FileIO:
-    """Open a regular file to read. A pipe is refused, because reading it could wait for ever. Raises OSError: what the
-    system says; or it is not a regular file, or a file cannot have its name.
-    """
+    """Open a regular file to read, no pipe, which could be waited for without end. Raises OSError."""
     try:
         file = FileIO(str(path), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except ValueError:  # NUL, or half a surrogate pair
@@ -112,9 +106,7 @@ def open_file(path: Path) -> FileIO:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Read a whole file of at most `most` bytes, also one whose size the system does not know. Raises OSError: as
-    `open_file`; or it is longer.
-    """
+    """Read a file of at most `most` bytes, its size known or not. Raises OSError: as `open_file`; or it is longer."""
     content = bytearray()
     with open_file(path) as file:
         try:
@@ -128,9 +120,7 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, what: str = "", most: int = MOST_JSON) -> dict[str, Any]:
-    """Read a file of at most `most` bytes that holds one JSON object. Raises UserError, which opens with `what`: it
-    cannot be read, or is not a JSON object.
-    """
+    """Read a file of one JSON object, at most `most` bytes. Raises UserError, which opens with `what`: it is none."""
     opening = f"{what}: {quoted(path)}" if what else quoted(path)
     try:
         return parse_json(read_file(path, most))
@@ -141,9 +131,7 @@ def read_json(path: Path, what: str = "", most: int = MOST_JSON) -> dict[str, An
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """Return the JSON object that a text is. Raises ValueError: it is none, or is nested too deep. The message
-    continues a sentence that begins with the file.
-    """
+    """Return a text's JSON object. Raises ValueError, whose message goes on after a file's name: it is none."""
     try:
         content = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of an integer's digits
@@ -155,9 +143,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 
 def write_file(path: Path, *parts: bytes | memoryview) -> FileEntry:
-    """Write a file that does not exist yet, one part after another, and flush it to the disk. Raises OSError: what the
-    system says, such as a full disk.
-    """
+    """Write a new file, one part after another, and flush it to the disk. Raises OSError, such as a full disk."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for part in parts:
@@ -214,9 +200,7 @@ def entries_of(folder: Path) -> dict[str, FileEntry]:
 
 
 def differs(path: Path, entry: FileEntry, whole: bool = True) -> str | None:
-    """Return in words how a file differs from its entry, in size or, if `whole`, in content; or None. Raises OSError:
-    it cannot be read.
-    """
+    """Return how a file differs from its entry, in size or, if `whole`, in content; or None. Raises OSError."""
     if path.is_symlink() or not path.is_file():
         return "is missing"
     if (size := path.stat().st_size) != entry.bytes:
@@ -244,9 +228,7 @@ def sync(path: Path) -> None:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Flush everything in a folder to the disk, then rename the folder to its final name. Raises OSError: what the
-    system says; or something has the name already. It is never removed.
-    """
+    """Flush a folder to the disk, then give it its final name. Raises OSError: also if something has that name."""
     for folder, _, names in os.walk(partial):
         for name in names:
             sync(Path(folder, name))
@@ -272,9 +254,7 @@ def build_folder(folder: Path) -> Generator[Path]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder, if it is there. Of a link the link alone: what it leads to is not ours. Raises OSError: what the
-    system says.
-    """
+    """Remove a folder, if it is there; of a link the link alone. Raises OSError: what the system says."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif os.path.lexists(path):
@@ -282,9 +262,7 @@ def remove_tree(path: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a folder to a name that nothing has, to show that it is no longer valid. Return the new name. Raises
-    OSError: what the system says.
-    """
+    """Give a folder that is no longer valid a new name; return it. Raises OSError: what the system says."""
     names = (f"{folder.name}{DELETED}" + (f"-{number}" if number else "") for number in itertools.count())
     aside = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
     os.rename(folder, aside)

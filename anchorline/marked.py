@@ -29,9 +29,7 @@ class MarkedPlace(NamedTuple):
 
 
 def read_marked(document: Path, places: Sequence[MarkedPlace]) -> str:
-    """Return the text of a user's `--document`, which has all of these places. Raises UserError: it cannot be read, is
-    no text, or lacks a line of one.
-    """
+    """Return the text of a user's `--document`. Raises UserError: it cannot be read, or lacks one of these places."""
     try:
         text = read_file(document, _MOST_BYTES).decode()
     except OSError as error:

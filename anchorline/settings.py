@@ -102,10 +102,7 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def find_file(path: str | Path) -> Path:
-    """Return the user's file at `path`, or else the file of that name that comes with this package.
-
-    `demo`, `demo.yaml` and `configs/demo.yaml` all name the shipped `demo.yaml`.
-    """
+    """Return the user's file at `path`, or the shipped one: `demo`, `demo.yaml`, `configs/demo.yaml` are one."""
     path = Path(path)
     if os.path.lexists(path) or path.is_absolute() or ".." in path.parts or "\0" in str(path):
         return path
@@ -126,7 +123,6 @@ def load(
 ) -> Schema:
     """Read a YAML file, apply overrides, validate.
 
-    schema: the model of the settings.
     path: the file, or the name of a shipped file (`find_file`); None: the overrides are all there is.
     overrides: `section.key=value`, or `list.0.key=value`; values are YAML.
     example: an override, for messages.
@@ -168,9 +164,7 @@ def dump(tree: Tree) -> str:
 
 
 def validate(schema: type[Schema], tree: Any, what: str) -> Schema:
-    """Validate a tree of plain values; the message starts with `what`. Raises UserError: the tree does not fit; one
-    line for all mistakes.
-    """
+    """Validate a tree of plain values. Raises UserError, which starts with `what`: one line for all mistakes."""
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
@@ -199,7 +193,6 @@ def _either(fixes: Sequence[str]) -> str:
 
 
 def _parse(text: str) -> Any:
-    """Return the content of a YAML text."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
     except RecursionError:
@@ -251,7 +244,6 @@ def _index(items: list[Any], name: str, opening: str) -> int:
 
 
 def _explain_one(schema: type[BaseModel], item: Any) -> tuple[str, str]:
-    """Return the place with its value, and the fix."""
     kind, loc = item["type"], item["loc"]
     location, inner = _locate(schema, loc[:-1] if kind == "extra_forbidden" else loc)
     # A validator may validate a model that is not in the schema.
@@ -299,7 +291,6 @@ _WANTED = {  # by pydantic's type of error
 
 
 def _as_typed(value: Any) -> str:
-    """Return a value as in YAML."""
     return "nothing" if value is None else str(value).lower() if isinstance(value, bool) else quoted(value)
 
 
@@ -317,7 +308,6 @@ def _locate(schema: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str
 
 
 def _dotted(schema: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Yield the dotted names of all fields, also of the sections inside."""
     for name, field in schema.model_fields.items():
         yield f"{above}{name}"
         for kind in members_of(field.annotation):
@@ -326,7 +316,6 @@ def _dotted(schema: type[BaseModel], above: str = "") -> Iterator[str]:
 
 
 def _inside(kind: Any, part: str | int) -> Iterator[Any]:
-    """Yield the type of a field, an item or a value of a type."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         if isinstance(part, str) and part in kind.model_fields:
             yield kind.model_fields[part].annotation

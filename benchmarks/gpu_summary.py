@@ -1,8 +1,4 @@
-"""Summarise in Markdown the results that `benchmarks/gpu.sh` left in a folder: each test with its result, and what was
-measured.
-
-    python benchmarks/gpu_summary.py benchmarks/results/gpu
-"""
+"""Summarise what `benchmarks/gpu.sh` left: python benchmarks/gpu_summary.py benchmarks/results/gpu"""
 
 import json
 import sys

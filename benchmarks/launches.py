@@ -120,10 +120,7 @@ def make_ours(
 def make_plain(
     model: LlamaForCausalLM, masters: bool, device: torch.device, recomputed: bool = True
 ) -> Callable[[Row], object]:
-    """Return a step of a plain loop with SDPA and fused AdamW, on float32 masters if that is asked for.
-
-    Documents see each other. The row is copied to the device once.
-    """
+    """Return a step of a plain loop: SDPA, fused AdamW, float32 masters if asked for; documents see each other."""
     model.set_attn_implementation("sdpa")
     if recomputed:
         hand_layers_over(model)

@@ -127,7 +127,6 @@ def make_numbers(results: Results, prefix: str = "") -> Numbers:
 
 
 def _format(effects: Sequence[Effect], write: Callable[[float], str] = format_number) -> str:
-    """Return one effect with its interval, or the range of the values of several."""
     if len(effects) == 1 and write is format_number:
         return effects[0].written()
     low, high = (write(pick(one.value for one in effects)) for pick in (min, max))
@@ -184,7 +183,6 @@ def _actions(results: Results) -> Effects:
 
 
 def _fp8_sums(results: Results) -> Effects:
-    """What shorter sums do to fp8 attention."""
     setups = _outputs(results, "setup")
     exact_sums = {_setting_of(one): one for one in setups if one.condition == FP8}
     for one in setups:
@@ -218,7 +216,6 @@ def _sites(results: Results) -> Effects:
 
 
 def _shifts(results: Results) -> Effects:
-    """How much probability a shift moves."""
     for one in _attention(results, "shift"):
         if one.group == "shift_pairs" and one.model == "pretrained" and 16 in (one.d1, one.d2):
             yield f"moved.{'bf16' if one.condition in BF16 else one.condition}", mean_of(_moved(one))
@@ -262,7 +259,6 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _by_length(results: Results) -> dict[str, list[AttentionRecord]]:
-    """Return the records of rising lengths, by condition and mode."""
     series: dict[str, list[AttentionRecord]] = {}
     for mode in ("local", "propagated"):
         for one in _attention(results, "shift", mode):

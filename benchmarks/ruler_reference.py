@@ -64,7 +64,6 @@ def main() -> None:
 
 
 def _identical(theirs: Samples, ours: Samples) -> int:
-    """Return how many samples have the same prompt and answers."""
     made = [(of["input"] + of.get("answer_prefix", ""), of["outputs"]) for of in theirs]
     return sum(one == (prompt_of(of), of["outputs"]) for one, of in zip(made, ours, strict=False))
 

@@ -146,9 +146,7 @@ def masked_logits(
     scale: float,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Return scaled and capped logits [B, K, G, Q, T] in the carrier, -inf where the bool `mask`, broadcastable to
-    them, is false.
-    """
+    """Return scaled, capped logits [B, K, G, Q, T] in the carrier, -inf where the bool `mask` (broadcast) is false."""
     qk_BKGQT = rounding.round("qk", _accumulate("bqkgd,btkgd->bkgqt", q_BQKGD, k_BTKGD, (4, 4), rounding))
     return jnp.where(mask, _scale(qk_BKGQT, rounding, scale, softcap)[0], -jnp.inf)
 
@@ -212,9 +210,7 @@ def _flash(
     scale: float,
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1): exp(logit - max) V, divided by the sum
-    at the end.
-    """
+    """FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1): exp(logit - max) V over its sum, at the end."""
     logits = masked_logits(q_BQKGD, k_BTKGD, mask, rounding, scale, softcap)
     weights, total, lse_BKGQ = softmax_parts(logits, mask, sinks_KG)
     weights = rounding.round("probs", weights)

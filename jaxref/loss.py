@@ -103,10 +103,7 @@ def context_weights(document_ids_BT: Any, shift_labels_BT: Any, tail: int, extra
 def domain_totals(
     nll_BT: jax.Array, shift_labels_BT: Any, domain_ids_BT: Any, domains: int
 ) -> tuple[jax.Array, np.ndarray]:
-    """Return (sums [S], counted tokens [S]) of the domains 0..S-1.
-
-    Raises ValueError for a counted token without a domain.
-    """
+    """Return (sums [S], counted tokens [S]) of domains 0..S-1. Raises ValueError: a counted token has no domain."""
     counted_BT, domain_ids_BT = np.asarray(shift_labels_BT) != IGNORED, np.asarray(domain_ids_BT)
     homeless_BT = counted_BT & ((domain_ids_BT < 0) | (domain_ids_BT >= domains))
     if homeless_BT.any():

@@ -189,9 +189,7 @@ class Layer(nnx.Module):
         return x_BTM, taps | attention_taps | later_taps
 
     def after_attention(self, x_BTM: jax.Array, attn_out_BTM: jax.Array, rounding: Rounding) -> tuple[jax.Array, Taps]:
-        """Compute both sums and the MLP: the layer's input and its attention's output [B, T, M] -> ([B, T, M],
-        taps).
-        """
+        """Compute both sums and the MLP: a layer's input and its attention's output [B, T, M] -> ([B, T, M], taps)."""
         taps = {}
         x_BTM = taps["attn_residual"] = rounding.round("residual", x_BTM + attn_out_BTM)
         normed_BTM = taps["post_norm"] = self.post_attention_layernorm(x_BTM, rounding)

@@ -178,9 +178,7 @@ class RopeSpec:
         return cls(head_dim=head_dim, theta=theta, rope_type=rope_type, **rest)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return `rope_parameters` as transformers 5 writes them; `ntk` becomes the default type with its larger
-        base.
-        """
+        """Return `rope_parameters` as transformers 5 writes them; `ntk` becomes the default type with a larger base."""
         if self.rope_type == "ntk":
             with localcontext(prec=DIGITS):
                 return {"rope_type": "default", "rope_theta": float(ntk_base(self, None))}

@@ -113,9 +113,7 @@ def find_folder(source: str) -> Path:
 
 
 def _smollm2_folder() -> Path:
-    """Return the folder of SmolLM2-135M, which the trainer converts once. It runs as a process of its own, because
-    nothing of it may be imported here.
-    """
+    """Return SmolLM2-135M's folder. The trainer, which may not be imported here, converts it once in a process."""
     command = [sys.executable, "-m", "torchtrain.modeling.smollm2", "cache"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:

@@ -98,7 +98,6 @@ def _check_folder(config: StudyConfig, out: Path) -> None:
 
 
 def _describe_model(config: StudyConfig, pretrained: Pretrained, used: set[str]) -> ModelDescription:
-    """Describe the model in words and numbers. used: names of the models in the records."""
     return ModelDescription(
         source=config.model.source,
         config=pretrained.config_json,

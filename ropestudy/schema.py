@@ -191,9 +191,7 @@ def write_compact(results: Results, path: Path) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Read a study: its folder, or its compact file. Raises UserError: there is no such study, or the file is damaged
-    or not one.
-    """
+    """Read a study: its folder, or its compact file. Raises UserError: there is none, or the file is damaged."""
     file = path / RESULTS if path.is_dir() else path
     try:
         content = file.read_bytes()

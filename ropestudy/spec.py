@@ -267,9 +267,7 @@ class StudyConfig(_Strict):
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyConfig:
-    """Read a study from YAML, apply overrides such as `shift_pairs.tokens=128` and `lengths=off`, validate. Raises
-    UserError: see `anchorline.settings.load`.
-    """
+    """Read a study from YAML, with overrides (`lengths=off`). Raises UserError: see `anchorline.settings.load`."""
     return settings.load(StudyConfig, path, overrides, example="shift_pairs.tokens=128", prepare=_sections)
 
 

@@ -29,7 +29,4 @@ class Terminated(KeyboardInterrupt):
 
 
 class TasksUnfinished(Exception):  # noqa: N818 - what was finished is kept
-    """Tasks of a preparation or an evaluation are not done, through no mistake of the user's.
-
-    The message says which, and what to do.
-    """
+    """Tasks of a preparation or an evaluation are not done, by no mistake of the user's; it says what to do."""

@@ -99,10 +99,7 @@ def describe_products(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def use_float32_products(model: nn.Module) -> None:
-    """Let bfloat16 linear layers of a CPU that is slow at their products multiply as `linear` does.
-
-    Weights, names and dtypes stay as they are. The choice is made here, and not in a forward pass that is compiled.
-    """
+    """Let bfloat16 linear layers multiply as `linear` does where a CPU is slow at it; chosen here, once."""
     for module in model.modules():
         if type(module) is not nn.Linear or "forward" in vars(module):
             continue
@@ -157,10 +154,7 @@ def _is_slow(x: Tensor) -> bool:
 
 
 def _in_float32(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Return a b + bias in b's dtype, rounded once; a large b is converted a part of its columns or rows at a time.
-
-    `out` may be of b's dtype, or float32, which then holds rounded numbers.
-    """
+    """Return a b + bias in b's dtype, rounded once, a large b part by part. out: of b's dtype, or float32, rounded."""
     out = b.new_empty(a.shape[0], b.shape[1]) if out is None else out
     if b.numel() <= _SLICE or b.shape[1] >= b.shape[0]:
         for columns in _parts(b.shape[1], min(_COLUMNS, _SLICE // max(1, b.shape[0]))):

@@ -46,10 +46,8 @@ def write_documents(task: Task, stage: StageConfig, key: Sequence[int], path: Pa
     """Write a stage's documents, a line of JSON each: into `path`, and into its `with_bos` with BOS as first words.
 
     Args:
-        task: what the documents are made of.
         stage: the lengths of the documents, and the number of all tokens.
         key: other documents for each.
-        path: the file.
         config: of the run that reads them, if documents of a row may share no key.
     """
     random = random_stream(task.seed, _DOCUMENTS, *key)
@@ -129,9 +127,7 @@ def make_rows(experiment: TrainingExperiment, tokens: int, distances: Sequence[i
     """Return rows of one document each after a BOS, with questions of every distance.
 
     Args:
-        experiment: its task, and how many questions of a distance a row has at least.
         tokens: T.
-        distances: at which questions are measured.
         rows: N.
     """
     task, random = experiment.task, random_stream(experiment.task.seed, _ROWS, tokens)

@@ -54,8 +54,6 @@ def table_of(
     """Return a contrast of the answers' log-probability, [seeds, rows], of the seeds whose runs are all measured.
 
     Args:
-        contrast: its cells.
-        measured: by runs.
         opening: bos | no_bos: how the rows open.
         distance: by its number; default: the mean over all.
     """

@@ -53,10 +53,6 @@ def draw(
     """Return token ids [length] that open with filler.
 
     Args:
-        facts: what documents are made of.
-        chain: of filler words.
-        random: what is drawn from.
-        length: tokens.
         keys: int, what the document is about; default: all.
         planted: words by their places; nothing else is about their keys.
     """
@@ -97,6 +93,5 @@ def keys_in(facts: FactsConfig, ids: np.ndarray) -> set[int]:
 
 
 def _words_of(facts: FactsConfig, key: int, value: int) -> tuple[int, int]:
-    """Return the token ids of a key and of one of its values."""
     first = FIRST_FILLER + facts.filler
     return first + key, first + facts.keys + key * facts.values + value

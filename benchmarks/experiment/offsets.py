@@ -46,10 +46,7 @@ def draw(
 def draw_row(
     offsets: OffsetsConfig, random: np.random.Generator, length: int, distances: Sequence[int], each: int
 ) -> tuple[np.ndarray, list[Query]]:
-    """Return a document and those of its questions that stand in its second half.
-
-    It is drawn until every distance is asked for at least `each` times there.
-    """
+    """Return a document that asks for each distance at least `each` times in its second half, and those questions."""
     chain = chain_of(offsets)
     while True:
         ids, queries = draw(offsets, chain, random, length)

@@ -36,9 +36,6 @@ def write_report(
     """Print the tables of what has been measured, or write them into a document.
 
     Args:
-        experiment: its settings.
-        measured: its measurements.
-        bases: what was measured of each seed's base.
         document: a Markdown file with the marks of answers and results.
         name: of the experiment, in the marks.
 

@@ -63,11 +63,7 @@ class Results:
 
 
 def read_results(experiment: TrainingExperiment, file: Path) -> Results:
-    """Read an experiment's file, or begin one where there is none.
-
-    Raises:
-        UserError: it is of another experiment.
-    """
+    """Read an experiment's file, or begin one where there is none. Raises UserError: it is of another experiment."""
     dumped = experiment.model_dump(mode="json")
     if not file.is_file():
         return Results(file, dumped)
@@ -101,7 +97,6 @@ def run_experiment(experiment: TrainingExperiment, out: Path, results: Results, 
     begun again where the folder has no base of it.
 
     Args:
-        experiment: what is run.
         out: a folder; experiments with other settings have other folders in it.
         results: get each measurement as soon as its run is done.
         workers: processes, of one thread each.

@@ -114,14 +114,6 @@ class StageConfig(Section):
     ) -> Config:
         """Return the config of a run.
 
-        Args:
-            cell: arithmetic, variant, seed.
-            folder: of the run.
-            source: the model that it begins from.
-            corpus: the file of the documents.
-            cache: of tokens.
-            weights: of targets.
-
         Raises:
             UserError: `run` does not fit a run's schema.
         """
@@ -230,11 +222,7 @@ class TrainingExperiment(Section):
 
 
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> TrainingExperiment:
-    """Read an experiment's YAML file, apply `section.key=value` overrides, validate.
-
-    Raises:
-        UserError: one line that names what does not fit, also in `run`.
-    """
+    """Read an experiment from YAML, with `section.key=value` overrides. Raises UserError: one line; of `run`, too."""
     experiment = settings.load(TrainingExperiment, path, overrides, example="seeds=10")
     run, (folder, source, corpus, cache) = next(experiment.runs()), map(Path, ("run", "model", "documents", "cache"))
     for stage in (*experiment.pretrain, experiment.extend):

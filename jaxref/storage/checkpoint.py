@@ -27,8 +27,6 @@ FILES = "files.json"
 
 
 class _About(BaseModel):
-    """What a checkpoint says of itself."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     config: DecoderConfig
@@ -40,9 +38,7 @@ class _Files(RootModel[dict[str, FileEntry]]):
 
 
 def save(folder: str | Path, decoder: Decoder, optimizer_state: optax.OptState | None = None) -> None:
-    """Write a checkpoint. Raises UserError: `folder` exists (a checkpoint is never overwritten), or would stand in one
-    that does not.
-    """
+    """Write a checkpoint. Raises UserError: `folder` exists (none is overwritten), or its parent does not."""
     params = to_arrays(decoder)
     about = _About(config=decoder.config, dtypes={name: str(array.dtype) for name, array in params.items()})
     items: dict[str, Any] = {
@@ -140,7 +136,6 @@ def _checkpointer() -> ocp.Checkpointer:
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse a checkpoint in which a file is missing or changed."""
     try:
         files = _Files.model_validate(read_json(folder / FILES)).root
     except ValidationError as error:

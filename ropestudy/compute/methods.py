@@ -80,9 +80,7 @@ def phases_C(method: Method, pairs: int) -> np.ndarray:
 
 
 def rotate_heads(x_STHD: jax.Array, tables: Tables, rounding: Rounding, method: Method, site: str) -> jax.Array:
-    """`jaxref.rope.rotate`, changed as the method says; the same shape, in the carrier. site: `q_rotated` or
-    `k_rotated`.
-    """
+    """`jaxref.rope.rotate`, changed as the method says; the same shape, in the carrier. site: as there."""
     if method.before is not None:
         x_STHD = round_to(x_STHD, method.before)
     if method.split is not None:
@@ -106,9 +104,7 @@ def round_per_head(x_STHD: jax.Array, fmt: str, kv_heads: int) -> jax.Array:
 
 
 def two_terms(x: jax.Array, fmt: str) -> jax.Array:
-    """Return hi + lo with hi = x and lo = x - hi, both rounded to `fmt`: exact in the carrier, where a bf16 split needs
-    17 bits.
-    """
+    """Return hi + lo, hi = x and lo = x - hi rounded to `fmt`: exact in the carrier (a bf16 split needs 17 bits)."""
     high: jax.Array = round_to(x, fmt)  # type: ignore[assignment]
     low: jax.Array = round_to(x - high, fmt)  # type: ignore[assignment]
     return high + low

@@ -1,7 +1,4 @@
-"""Show a study's results as tables and figures.
-
-`python -m ropestudy.report runs/study` makes them again from `results.json` alone.
-"""
+"""Show a study's results: `python -m ropestudy.report runs/study` makes tables and figures of its `results.json`."""
 
 from pathlib import Path
 

@@ -214,10 +214,7 @@ def _documents_of(
     seq_idx: Tensor | None,
     told: Any,
 ) -> Tensor:
-    """Number documents from 1: one begins with each row, and wherever a position is not the one before plus one.
-
-    This is transformers' rule, too (`find_packed_sequence_indices`). A row may begin inside a document.
-    """
+    """Number documents from 1 as `find_packed_sequence_indices`; a row may begin inside a document."""
     begins_BT = torch.diff(positions_BT, prepend=positions_BT[:, :1]) != 1
     for name, offsets in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
         said = None if offsets is None else offsets.unique_consecutive().tolist()  # padded with the last one to a size

@@ -169,7 +169,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, document_ids
 
 
 def _backward(grad: Tensor, *given: Any) -> list[Tensor]:
-    """Return the gradients of q, k and v, and of the sinks where there are some."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in given[:4]]
     with torch.enable_grad():
         out = _forward(*leaves, *given[4:])  # type: ignore[arg-type]
@@ -197,9 +196,7 @@ torch.library.register_autograd("anchorline::attend", _differentiate, setup_cont
 
 
 def _window(said: int | None, sliding_window: int | None, tokens: int) -> int | None:
-    """Return the layer's window, or None where it hides nothing. The mask holds it; some layers also get it. Raises
-    UserError: a layer and a mask that do not agree.
-    """
+    """Return the layer's window, by its mask; None where it hides nothing. Raises UserError: layer and mask differ."""
     told = sliding_window if sliding_window is not None and sliding_window < tokens else None
     if told is not None and said != told:
         raise UserError(
@@ -214,7 +211,6 @@ def round_to_values(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     The engine refuses any other difference of dtypes.
 
     module: the attention layer; `torchtrain.modeling.rotation` marks those of its models.
-    query, key, value: of any shape.
     """
     if not getattr(module, ROTATED, False):
         return query, key
@@ -256,9 +252,7 @@ def _say_why_missing() -> str:
 
 
 def remembered_plan(document_ids: Any, query: Tensor) -> AttentionPlan:
-    """Build the plan in the first layer and keep it on the tensor, so that both are freed together. Raises UserError:
-    ids that are no tensor, or none that `make_plan` takes.
-    """
+    """Build the plan in the first layer, and keep it on the tensor. Raises UserError: ids that no plan is made of."""
     if not isinstance(document_ids, Tensor):
         raise UserError(f"document_ids: a {type(document_ids).__name__}; give an integer tensor [batch, tokens]")
     return remember(f"_anchor_plan_{query.device}", document_ids, lambda: make_plan(document_ids).to(query.device))

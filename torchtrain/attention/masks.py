@@ -119,10 +119,7 @@ def hides_nothing(mask: Tensor, tokens: int) -> bool:
 
 
 def hide_nothing(ids_BT: Tensor) -> Tensor:
-    """Return a boolean padding mask [B, T] of ones on the ids' device. `hides_nothing` knows it without reading it.
-
-    Without a mask transformers reads from positions whether documents are packed, and the host waits for the device.
-    """
+    """Return a padding mask bool [B, T] of ones: without one transformers asks the device whether rows are packed."""
     mask_BT = torch.ones(ids_BT.shape, dtype=torch.bool, device=ids_BT.device)
     remember("_anchor_hides_nothing", mask_BT, lambda: True)
     return mask_BT
@@ -147,9 +144,7 @@ def functions_by_length(mask_function: Callable[..., Any], config: Any, local_si
 
 
 def window_of(mask: Any) -> int | None:
-    """Return the window that a mask of `read_mask` holds; None without a mask. Raises UserError: the mask holds a
-    refusal, or is of another origin.
-    """
+    """Return the window in a mask of `read_mask`; None without a mask. Raises UserError: a refusal, or another mask."""
     if mask is None:
         return None
     says: str | int = getattr(mask, "_anchor_says", NOT_HONOURED)

@@ -30,10 +30,7 @@ from torchtrain.marks import ANCHOR, PADDING
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """What the engines need to know of a batch's documents.
-
-    Build it with `make_plan`; index tensors are flat in B * T.
-    """
+    """What the engines need to know of a batch's documents, from `make_plan`. Index tensors are flat in B * T."""
 
     document_ids_BT: Tensor
     q_index_N: Tensor  # token of each query, ordered by segment

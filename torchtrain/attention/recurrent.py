@@ -80,11 +80,7 @@ def separate_layers(model: nn.Module) -> ExitStack:
 
 
 def separate_model(model: PreTrainedModel) -> None:
-    """Make a model run once for each document, on its row's anchor and the document, but for its head.
-
-    It computes each document as transformers does, with its own attention. So nothing of the family has to be known.
-    The anchor is computed once more for every document.
-    """
+    """Run a model, but its head, once for each document behind its row's anchor, with the model's own attention."""
     decoder = model.base_model
     if not runs_whole(decoder):
         decoder.forward = partial(_run_model, decoder)  # type: ignore[method-assign]

@@ -9,10 +9,7 @@ _Value = TypeVar("_Value")
 
 
 def remember(name: str, tensor: Tensor, make: Callable[[], _Value]) -> _Value:
-    """Return the result of `make`, kept on this tensor. It is made again only after a write to the tensor.
-
-    `_version` counts in-place changes. Inference tensors have no count, so a copy is compared.
-    """
+    """Return the result of `make`, kept on this tensor until it changes (`_version`; of an inference tensor a copy)."""
     kept: tuple[int | Tensor, _Value] | None = getattr(tensor, name, None)
     if kept is not None and _is_unchanged(tensor, kept[0]):
         return kept[1]

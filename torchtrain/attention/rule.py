@@ -32,10 +32,7 @@ def visible(
     window: int | None = None,
     keep_anchor: bool = False,
 ) -> Tensor:
-    """Evaluate the rule elementwise on broadcastable integer tensors; with a window the indices are places.
-
-    Returns a bool tensor.
-    """
+    """Evaluate the rule elementwise, bool, on broadcastable integer tensors; with a window the indices are places."""
     same_or_anchor = (document_k == document_q) | (document_k == ANCHOR)
     seen = (index_k <= index_q) & (document_q != PADDING) & (document_k != PADDING) & same_or_anchor
     if window is None:

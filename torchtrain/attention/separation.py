@@ -24,8 +24,6 @@ _T = _FIRST + _SECOND
 
 @dataclass
 class _Watched:
-    """What one forward pass showed."""
-
     logits_1TV: Tensor
     embedded: Tensor  # the tokens' embeddings, a leaf
     lookups: dict[str, list[Tensor]] = field(default_factory=dict)  # integer [1, T, ..] given to each embedding
@@ -130,10 +128,7 @@ def _check_gradients(model: nn.Module, seen: _Watched) -> None:
 
 
 def _reaches(output: Tensor, given: Tensor, tokens: slice) -> bool:
-    """Whether any gradient of the output reaches these tokens of the input.
-
-    The output is weighted at random, because the sum of a norm's output is constant.
-    """
+    """Whether a gradient of the output, weighted at random (a norm's sum is constant), reaches these input tokens."""
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
     (gradient,) = torch.autograd.grad(output, given, weights, retain_graph=True, allow_unused=True)
     return gradient is not None and bool(gradient[:, tokens].any())

@@ -37,9 +37,7 @@ class Background:
             self._ended.set()
 
     def has_ended(self) -> bool:
-        """Whether the work has ended, by a mistake or not. The other ranks' work then has ended, too, or does soon.
-        Raises BaseException: an error that no other rank's work knows of.
-        """
+        """Whether the work has ended, also by a mistake. Raises BaseException: an error that no other rank knows of."""
         if self._thread is None or not self._ended.is_set():
             return False
         if self._fault is not None and not isinstance(self._fault, UserError | OtherRankFailed):

@@ -39,10 +39,7 @@ class CheckpointFolder:
         return True
 
     def retain(self, keep: int, new: int) -> None:
-        """Remove what is older than the last `keep` whole checkpoints, but never that of step `new`.
-
-        Only for the process that holds the run's lock. Raises UserError: one cannot be removed.
-        """
+        """Remove checkpoints older than the last `keep` whole ones, but not `new`; under the lock. Raises UserError."""
         whole = [step for step in self.steps() if self.looks_whole(step)]
         try:
             for step in self.steps():
@@ -55,10 +52,7 @@ class CheckpointFolder:
             ) from None
 
     def remove_after(self, step: int) -> None:
-        """Remove the checkpoints of all later steps, the last one first, because the run resumes from this step.
-
-        Only for the process that holds the run's lock.
-        """
+        """Remove the checkpoints of later steps, the last one first. Only for the process that holds the run's lock."""
         for later in reversed(self.steps()):
             if later > step:
                 self._remove(later)

@@ -69,9 +69,7 @@ def share(fragments: Sequence[Fragment], part: int, parts: int) -> list[Fragment
 
 
 def write(folder: Path, fragments: Iterable[Fragment], rank: int) -> dict[str, FileEntry]:
-    """Write fragments into files of about `FILE_BYTES`; return each file's name with what it is. Raises OSError: what
-    the system says, such as a full disk.
-    """
+    """Write fragments into files of about `FILE_BYTES`; return what each file is, by name. Raises OSError."""
     entries: dict[str, FileEntry] = {}
     for number, tensors in enumerate(_files(fragments)):
         name = f"state-{rank:05d}-{number:03d}.safetensors"
@@ -112,10 +110,7 @@ def elements(fragments: Iterable[Fragment]) -> dict[str, int]:
 
 
 def nearest(names: Iterable[str], writers: int, reader: int, readers: int) -> list[str]:
-    """Return the names of state files, those first that rank `reader` of `readers` probably needs.
-
-    Ranks hold a state in their order, so a rank needs the files of the writers at the same share of all `writers`.
-    """
+    """Return state files, first those that rank `reader` of `readers` needs: those of the writers at its share."""
 
     def distance(name: str) -> float:
         return abs((2 * rank_of(name) + 1) * readers - (2 * reader + 1) * writers)
@@ -130,9 +125,7 @@ def rank_of(name: str) -> int:
 
 @torch.no_grad()
 def read(paths: Iterable[Path], fragments: Sequence[Fragment]) -> None:
-    """Fill fragments from the files of any layout. Once they are full, no other file is opened. Raises DamageError: a
-    file is not a state file, or the files do not hold all elements.
-    """
+    """Fill fragments from files of any layout. Raises DamageError: one is no state file, or elements are missing."""
     wanted: dict[str, list[Fragment]] = {}
     for fragment in fragments:
         wanted.setdefault(fragment.parameter, []).append(fragment)
@@ -176,7 +169,6 @@ def _fill(fragment: Fragment, kind: str, start: int, stored: Any) -> int:
 
 
 def _files(fragments: Iterable[Fragment]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of each file, in host memory."""
     tensors: dict[str, Tensor] = {}
     room = FILE_BYTES
     for whole in fragments:

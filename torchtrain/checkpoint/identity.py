@@ -34,10 +34,7 @@ _ABSENT = "nothing"
 
 
 def check_config(was: Mapping[str, Any], config: Config) -> None:
-    """Check that only settings in `FREE` have changed between two resolved configs, at the beginning (as JSON) and now.
-
-    Raises UserError: another setting has changed: names it with its old and new value; or `was` is not a config.
-    """
+    """Check that only `FREE` settings changed since the beginning (`was`, JSON). Raises UserError: names another."""
     before = validate(Config, dict(was), "the run's config")
     changed = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     if changes := [change for change in changed if not is_free(change[0])]:
@@ -45,10 +42,7 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
 
 
 def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Check that a run resumes with its model, tokenizer and data; the identity now may lack parts that are not known.
-
-    Raises UserError: a part has changed: names it with its old and new value.
-    """
+    """Check that model, tokenizer and data, as far as known, are the run's. Raises UserError: names what is not."""
     for part, advice in (
         ("tokenizer", "the tokenizer of model.source has changed; put back the one of the run"),
         ("model", "the config.json of model.source has changed; put back the one of the run"),

@@ -58,10 +58,7 @@ class ProcessLayout(_Strict):
 
 
 class Manifest(_Strict):
-    """Everything but the tensors.
-
-    `identity` is what the run is made of (`torchtrain.checkpoint.identity`), `config` is the resolved one.
-    """
+    """Everything but the tensors. `identity` is what the run is made of, `config` the resolved one."""
 
     progress: RunProgress
     layout: ProcessLayout
@@ -78,9 +75,7 @@ class Manifest(_Strict):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest of a checkpoint's folder. Raises DamageError: there is none, or it is not as it was
-        written.
-        """
+        """Read a checkpoint's manifest. Raises DamageError: there is none, or it is not as it was written."""
         path = folder / MANIFEST
         try:
             content = parse_json(read_file(path, _MOST_BYTES))

@@ -68,8 +68,6 @@ class RankState:
     """What one rank writes into a checkpoint: its share of the state, and its generators of random numbers.
 
     The fragments are views of what the strategy holds. They must be written, or staged, before the next step.
-
-    state: what the strategy holds, between two steps.
     """
 
     def __init__(self, state: State, world: World) -> None:

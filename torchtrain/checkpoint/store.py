@@ -31,7 +31,6 @@ class Checkpoints(CheckpointFolder):
         (`World.for_threads`).
 
         manifest: makes the manifest, given the files that all ranks wrote.
-        keep: how many to keep, with this one.
         Returns bytes that all ranks wrote.
         Raises UserError: it could not be written; the message says why, and which is the last good one. Nothing of it
             is left.
@@ -133,10 +132,7 @@ class Checkpoints(CheckpointFolder):
                 check_file(path / name, manifest.files[name])
 
     def _find_damage(self, step: int, world: World) -> str | None:
-        """Return what is wrong with a checkpoint, on the rank that reports it, "" on the others; None of a good one.
-
-        Every rank reads its share, and none goes on before all have: when a rank leaves, torchrun stops the others.
-        """
+        """Return what is wrong, on the rank that reports it, "" on others, None of a good one; ranks wait for all."""
         try:
             with world.together():
                 self.verify(step, world)

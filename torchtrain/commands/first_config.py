@@ -41,7 +41,6 @@ def write_first_config(data: str, model: str, out: Path, length: int | None = No
     """Write a commented config of at most 25 lines that trains `model` on longer rows of `data`; print what was seen.
 
     data: a .jsonl or .parquet file, a text file, or a folder of them; it exists.
-    model: a folder, or a hub id.
     out: the file, which does not exist.
     length: tokens of a row; default: twice the model's positions, at most 65,536.
     Raises UserError: `data` has no documents, or the model does not fit. Nothing is written then.
@@ -127,9 +126,7 @@ def _pattern(path: Path, ending: str = "") -> str:
 
 
 def _with_text_field(section: dict[str, Any]) -> dict[str, Any]:
-    """Add what records hold: `text`, else answers of their own, else the field with the longest string in the first
-    records.
-    """
+    """Add what records hold: `text`, else answers of their own, else the field with the longest string."""
     if "texts" in section:
         return section
     place = list_files(section["files"])[0].place

@@ -73,7 +73,6 @@ def _check_cheaply(config: "Config") -> None:
 
 
 def _run(run: Callable[[], Any]) -> None:
-    """Train, and print the result."""
     from transformers.utils import logging
 
     from anchorline.terminal import Console

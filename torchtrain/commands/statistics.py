@@ -27,10 +27,7 @@ _CELLS += ("{0.longest:,}",)
 
 
 def print_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = ()) -> None:
-    """Count a store, write statistics.json into `out`, and print the table; no `row_lengths`: the usual ones.
-
-    Raises UserError if there is no store, or the folder cannot be written.
-    """
+    """Count a store, write statistics.json into `out`, print the table. Raises UserError: no store, or no writing."""
     if not (folder / HEADER).is_file():
         raise UserError(f"{quoted(folder)}: is no finished token store; give a folder with {HEADER}")
     statistics = count_store(TokenStore.open(folder), row_lengths or ROW_LENGTHS)
@@ -70,9 +67,7 @@ def make_table(statistics: StoreStatistics) -> Table:
 
 
 def make_context_table(rows: Sequence[RowStatistics]) -> Table:
-    """Return a row for each effective context, with its share of the targets and of their weight in rows of each
-    length.
-    """
+    """Return a row for each effective context: its share of the targets, and of their weight, by tokens a row."""
     table = Table(
         title="How many tokens predictions see, where documents are apart",
         caption="Shares of targets → of their weight, by the default of train.loss_weight with a tail from about a "
@@ -97,7 +92,6 @@ def make_context_table(rows: Sequence[RowStatistics]) -> Table:
 def prepare_corpus(preparation: Preparation, out: Path, dry_run: bool = False) -> None:
     """Make the store of a preparation in a folder, and print its statistics.
 
-    out: the store's folder.
     dry_run: print Slurm's script and write nothing.
     Raises UserError: as `torchtrain.data.prepare_store`.
     Raises TasksUnfinished: a worker was killed.

@@ -83,9 +83,7 @@ class Config(Section):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's config from YAML, apply `section.key=value` overrides, validate. Raises UserError: see
-    `anchorline.settings.load`.
-    """
+    """Read a run's YAML config with `section.key=value` overrides. Raises UserError: see `anchorline.settings.load`."""
 
     def fill(tree: settings.Tree) -> settings.Tree:
         if (others := [name for name in ("tokenizer", "prepare") if name in tree]) and "run" not in tree:
@@ -101,9 +99,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_preparation(path: str | Path, overrides: Sequence[str] = ()) -> Preparation:
-    """As `load_config`, for `torchtrain prepare`. A run's config is accepted too: its tokenizer and data are used.
-    Raises UserError: see `anchorline.settings.load`.
-    """
+    """As `load_config`, for `torchtrain prepare`; of a run's config, tokenizer and data are used. Raises UserError."""
     return settings.load(Preparation, path, overrides, example="prepare.workers=8", prepare=_preparation_of)
 
 

@@ -47,9 +47,7 @@ def list_settings(schemas: Sequence[type[BaseModel]] = (Config, Preparation)) ->
 
 
 def explain_settings(key: str) -> str:
-    """Return the text on a key, or on all keys of a section. Raises UserError: there is no such key; the message names
-    the nearest one.
-    """
+    """Return the text on a key, or all keys of a section. Raises UserError: there is none; it names the nearest."""
     settings = list_settings()
     # The index of a list is N: data.sources.0.files is data.sources.N.files.
     wanted = ".".join("N" if part.isdecimal() else part for part in key.split("."))

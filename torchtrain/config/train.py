@@ -126,9 +126,7 @@ class TrainConfig(Section):
         return ""
 
     def with_steps(self, steps: int) -> Self:
-        """Return the settings with the steps that `epochs` makes. Raises UserError: they are fewer than the schedule
-        needs.
-        """
+        """Return the settings with the steps of `epochs`. Raises UserError: they are fewer than the schedule needs."""
         if fault := self._too_few(steps):
             raise UserError(f"train.epochs {self.epochs}: {fault}; lower these, or raise it")
         return self.model_copy(update={"steps": steps})

@@ -89,9 +89,7 @@ class AnswerEncoder:
         self._template: str = template or (own.get("default") if isinstance(own, Mapping) else own) or ""
 
     def encode(self, record: Mapping[str, Any], kind: Kind) -> Answered:
-        """Return the tokens of a record and which of them are targets. Raises BadItemError: the record is not of this
-        kind, cannot be rendered, or has no target.
-        """
+        """Return a record's tokens and targets. Raises BadItemError: another kind, no target, or no rendering."""
         answered = getattr(self, f"_{kind}")(record)
         if not answered.targets[1:].any():
             raise BadItemError(
@@ -216,7 +214,6 @@ class AnswerEncoder:
         return Answered(ids.astype(np.int32), mask == 1)
 
     def _find(self, messages: list[dict[str, Any]], number: int, tools: Any, whole: str) -> tuple[int, int]:
-        """Return where an answer begins and ends in the rendered conversation."""
         # A template may open or write an empty thought in the prompt, and leave it out where messages follow.
         head = _PROMPTED_THOUGHT.sub("", self._rendered(messages[:number], tools, prompt=True))
         upto = self._rendered(messages[: number + 1], tools)
@@ -255,10 +252,7 @@ class AnswerEncoder:
             raise BadItemError(f"the chat template refuses the messages: {quoted_reason(error)}") from None
 
     def _mark(self, text: str, answers: Sequence[tuple[int, int]], name: str) -> Answered:
-        """Tokenise a text, and mark the tokens of its answers, each from a place to another.
-
-        A token that holds text on both sides of such a place is not the model's to choose: the record is refused.
-        """
+        """Tokenise a text and mark its answers' tokens; a token on both sides of an answer's edge is refused."""
         edges = sorted({edge for answer in answers for edge in answer} - {0, len(text)})
         whole, *parts = self._tokenizer(
             [text, *(text[:edge] for edge in edges)], add_special_tokens=False, verbose=False

@@ -70,7 +70,6 @@ def run_by_ray(settings: PrepareConfig, maker: "MakeShard", done: Container[int]
 
 
 def _mark(maker: "MakeShard", done: Container[int]) -> None:
-    """Make datatrove's marks say which tasks are done."""
     marks = maker.work / LOGS / "completions"
     marks.mkdir(parents=True, exist_ok=True)
     for rank in range(len(maker.tasks)):
@@ -91,8 +90,6 @@ def _slurm_executor(settings: PrepareConfig, maker: "MakeShard", logs: Path, nam
     from datatrove.executor import SlurmPipelineExecutor
 
     class SlurmExecutor(SlurmPipelineExecutor):
-        """datatrove's, without the options that are not set."""
-
         def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
             return {name: value for name, value in super().get_sbatch_args(max_array).items() if value is not None}
 

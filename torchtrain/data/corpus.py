@@ -43,10 +43,7 @@ _BLOCKS = ("datatrove.pipeline.filters", "datatrove.pipeline.formatters")
 
 @dataclass(frozen=True)
 class Document:
-    """One document's text, the domain it counts for, and its place in the source.
-
-    A record with answers of its own (`source.records`) has no text here but all its `fields`.
-    """
+    """One document's text (or, with answers of its own, `fields`), its domain, and its place in the source."""
 
     text: str
     domain: str
@@ -99,10 +96,9 @@ class Task:
 
 
 def list_tasks(sources: Sequence[Source]) -> list[Task]:
-    """Return what each task reads, in order: small files together, up to `TASK_BYTES`.
+    """Return what each task reads, in order: up to `TASK_BYTES`, or all of a source with `max_documents`.
 
-    One task reads all of a source with `max_documents`, because only it knows where the source ends. Raises UserError:
-    as `read`.
+    Raises UserError: as `read`.
     """
     tasks: list[Task] = []
     for number, source in enumerate(sources):
@@ -159,9 +155,7 @@ def read(source: Source, part: SourcePart | None = None) -> Iterator[Record]:
 
 
 def list_parts(source: Source) -> list[SourcePart]:
-    """Return the parts of a source in the order in which they are read; of a sample of files those that are drawn.
-    Raises UserError: as `read`.
-    """
+    """Return a source's parts in reading order; of a sample of files those drawn. Raises UserError: as `read`."""
     if source.demo is not None:
         parts = [SourcePart(0)]
     elif source.dataset is not None:
@@ -238,9 +232,7 @@ def _sample(records: Iterator[tuple[str, Any]], share: float, random: np.random.
 
 
 def make_filters(source: Source) -> list[Any]:
-    """Return new blocks of `source.filters`. Raises UserError: there is no such block, it does not take the options, or
-    its package is missing.
-    """
+    """Return new blocks of `source.filters`. Raises UserError: no such block or package, or wrong options."""
     blocks = []
     for setting in source.filters:
         opening = f"data.sources: filter {quoted(setting.name)}"

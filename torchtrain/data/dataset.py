@@ -69,10 +69,7 @@ def split_documents(store: Documents, held_out_share: float, seed: int) -> Split
 
 
 def _split_texts(groups: np.ndarray, orders: list[np.ndarray], counts: list[int]) -> np.ndarray:
-    """Return which documents are held out, bool [n]: whole texts in each domain's order, as far as they fit its count.
-
-    A domain in which no text fits holds out its smallest text, if another one is left to train on.
-    """
+    """Return which documents are held out, bool [n]: whole texts that fit a domain's count, else its smallest one."""
     held = np.zeros(int(groups.max()) + 1, dtype=bool)  # by text
     passed = np.zeros_like(held)
     for order, count in zip(orders, counts, strict=True):
@@ -101,11 +98,8 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
     epoch.
 
     documents: int [n], which of its documents to pack.
-    pack: variant, T and the rest.
     seed: of the order of documents and of the interleaving.
-    anchor_ids: tokens that open every row.
     tag_ids: domain -> the tokens of its tag; {} without +tag.
-    pad_id: fills the last row.
     together: rows of a step; `pack.strategy` by_length makes them alike.
     Raises UserError: there are no documents, anchor and tag leave no room in a row, or `pack.last: drop` leaves no row;
         documents with answers would be cut.
@@ -263,10 +257,7 @@ def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tens
 
 
 def anchor_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig) -> list[int]:
-    """Return the A tokens that open every row: those of `pack.anchor`, or the BOS, or the EOS where there is no BOS.
-    Raises UserError: the tokenizer has neither BOS nor EOS, or lacks it, or an id of `pack.anchor` is none of its
-    tokens.
-    """
+    """Return the A tokens that open rows: `pack.anchor`, or BOS, or EOS. Raises UserError: the tokenizer lacks them."""
     if pack.anchor == "auto":
         for name in ("bos", "eos"):
             if (special := special_id(tokenizer, name)) is not None:
@@ -283,9 +274,9 @@ def anchor_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig) -> list[i
 
 
 def tag_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig, domains: Sequence[str]) -> dict[int, list[int]]:
-    """Return the tokens that open each document of a domain (index in `domains`) under +tag; {} without. Raises
-    UserError: a tag has no tokens, or a domain is called like a special token: in the template one is meant, in a name
-    not.
+    """Return a domain's (index in `domains`) tag under +tag, else {}.
+
+    Raises UserError: a tag has no tokens, or a domain is called like a special token, which only a template may write.
     """
     if not pack.tag:
         return {}
@@ -305,10 +296,7 @@ def tag_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig, domains: Seq
 
 
 def pad_id(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Return the token that fills a row: the tokenizer's padding, or its EOS, or 0.
-
-    Nothing sees it and no loss counts it.
-    """
+    """Return the token that fills a row, which no token sees: the tokenizer's padding, or its EOS, or 0."""
     ids = (special_id(tokenizer, name) for name in ("pad", "eos"))
     return next((index for index in ids if index is not None), 0)
 
@@ -348,15 +336,12 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", vocab_size: int, folde
 
 
 def _holds(tokenizer: Path, content: str) -> bool:
-    """Whether a tokenizer.json knows a token."""
     read = read_json(tokenizer, "model.source", most=1 << 28)
     return any(token["content"] == content for token in read.get("added_tokens", ()))
 
 
 def check_store(store: Documents, vocab_size: int) -> None:
-    """Refuse a corpus with a token that the model's embedding does not hold. Raises UserError: a token id of the corpus
-    is `vocab_size` or more.
-    """
+    """Refuse a corpus that the embedding does not hold. Raises UserError: a token id is `vocab_size` or more."""
     if store.largest_token >= vocab_size:
         raise UserError(
             f"the corpus holds the token id {store.largest_token} but the model's vocabulary has {vocab_size}: "

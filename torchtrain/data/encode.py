@@ -51,9 +51,7 @@ class Encoder:
         return len(text) > MOST_WITHOUT_CUT and any(len(piece) > MOST_WITHOUT_CUT for piece, _ in self._pieces(text))
 
     def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        """Yield the tokens of each text, int32 [tokens], in order. Raises UserError: a text holds a special token that
-        the tokenizer cannot write as text.
-        """
+        """Yield each text's tokens, int32 [tokens]. Raises UserError: a special token that it cannot write as text."""
         parts: list[np.ndarray] = []
         for tokens, ends in self._encode_pieces(texts):
             parts.append(tokens)
@@ -62,7 +60,6 @@ class Encoder:
                 parts = []
 
     def _encode_pieces(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, bool]]:
-        """Yield the tokens of each piece, and whether it is the last of its text."""
         batch: list[tuple[str, bool]] = []
         characters = 0
         for piece, ends in (pair for text in texts for pair in self._pieces(text)):
@@ -102,9 +99,7 @@ class Encoder:
             yield encoding.ids
 
     def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield the pieces of a text, each of `PIECE` characters or, up to the next place for a cut, more; and whether
-        it is the last.
-        """
+        """Yield a text's pieces, each `PIECE` characters and on to the next cut, and whether it is the last."""
         start = 0
         while len(text) - start > PIECE and (cut := self._find_cut(text, start + PIECE)):
             yield text[start : cut[0]], False
@@ -128,9 +123,7 @@ class Encoder:
         return [*first, *second] == [*whole]
 
     def _without_control(self, tokens: np.ndarray) -> np.ndarray:
-        """Spell out the control tokens that the model itself makes of a text: its vocabulary may hold them like words,
-        and then that the tokenizer does not look for them is not enough.
-        """
+        """Spell out control tokens that the model makes of a text, where its vocabulary holds them like words."""
         control = set(self._control.values())
         if not np.isin(tokens, list(control)).any():
             return tokens
@@ -183,10 +176,7 @@ def list_special_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
 
 
 def list_control_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
-    """Return the special tokens that steer.
-
-    What the model writes where it knows no token does not: text may be unknown.
-    """
+    """Return the special tokens that steer: all but the unknown token, since text may be unknown."""
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     unknown = model.get("unk_id")
     if model.get("unk_token") is not None:

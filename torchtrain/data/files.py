@@ -78,7 +78,6 @@ def is_url(pattern: str) -> bool:
 def list_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[FileInfo]:
     """Return the files that match a glob pattern or a URL with wildcards, sorted. `**` follows links, but no loop.
 
-    pattern: of this disk or a URL.
     kinds: how their names may end; ("",) takes any.
     Raises UserError: nothing matches, a match is not such a file, or the place cannot be listed.
     """
@@ -118,9 +117,7 @@ def list_disk(pattern: str, kinds: tuple[str, ...]) -> list[FileInfo]:
 
 
 def _matches(folder: str, parts: Sequence[str], above: tuple[str, ...]) -> Iterator[str]:
-    """Yield what `glob.glob(recursive=True)` yields, but take a name that is there as it is, and enter no folder again
-    through a link below it.
-    """
+    """As `glob.glob(recursive=True)`, but a name that is there is no pattern, and no link leads into a loop."""
     if not parts:
         yield folder
         return
@@ -185,9 +182,7 @@ def items(place: str, fields: dict[str, str], everything: bool = False) -> Itera
 
 
 def text_item(place: str) -> tuple[str, Any]:
-    """Return (place, item) of a text file: its text, its path, and the folder that it is in. Raises UserError: it
-    cannot be read.
-    """
+    """Return (place, item) of a text file: its text, path and folder. Raises UserError: it cannot be read."""
     with _name_fault(place), _open(place) as file:
         content = file.read(MOST_LINE_BYTES + 1)
     if len(content) > MOST_LINE_BYTES:
@@ -255,9 +250,7 @@ def _parquet_items(place: str, fields: dict[str, str], everything: bool) -> Iter
 
 
 def _rows_of(batch: Any) -> list[Any]:
-    """Return the rows of a RecordBatch as dicts. A value that Python cannot hold costs its row only: a string that is
-    not UTF-8, which Arrow does not check, or a time before the year 1.
-    """
+    """Return a RecordBatch's rows as dicts. A value that Python cannot hold (not UTF-8) costs its row only."""
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError) as error:
@@ -304,7 +297,6 @@ def _open(place: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _name_fault(place: str, how_far: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Turn a failure to read a file into a UserError that names the file."""
     try:
         yield
     except UserError:
@@ -331,19 +323,13 @@ def _own_path(place: str) -> str:
 
 
 def count_shards(source: Source) -> int:
-    """Return into how many pieces a `dataset` source can be cut: its files, as a rule. Raises UserError: as
-    `dataset_items`.
-    """
+    """Return into how many pieces a `dataset` source can be cut: its files. Raises UserError: as `dataset_items`."""
     with _name_dataset_fault(source):
         return int(_load_dataset(source, streaming=True).num_shards)
 
 
 def dataset_items(source: Source, shard: int | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (place, item) of a `dataset` source in its order. No code of the data set is run.
-
-    shard: read only this one of `count_shards`.
-    Raises UserError: there is no such data set, or it cannot be read on.
-    """
+    """Yield (place, item) of a `dataset` source, or of one of its shards. Raises UserError: it cannot be read."""
     name = f"{source.dataset} [{source.split}]" + ("" if shard is None else f" shard {shard}")
     number = 0
     with _name_dataset_fault(source, lambda: number):
@@ -404,7 +390,6 @@ def _check_hub(source: Source) -> None:
 
 @contextmanager
 def _name_dataset_fault(source: Source, read: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Turn a failure to read a data set into a UserError that names the data set."""
     from datasets.exceptions import DatasetsError
 
     try:

@@ -66,9 +66,7 @@ def _identity_of_source(source: Source) -> dict[str, Any]:
 
 
 def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return the name of a run's own store: 32 hex digits over identity, tokenizer, and its files' places and times.
-    Raises UserError: as `identity`; or the tokenizer is a slow one.
-    """
+    """Return the name of a run's store: 32 hex digits over identity, tokenizer, and files. Raises UserError."""
     files = [
         [(f.place if is_url(f.place) else str(Path(f.place).resolve()), f.bytes, f.version) for f in _files_of(source)]
         for source in data.sources

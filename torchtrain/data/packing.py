@@ -23,10 +23,7 @@ Strategy = Literal["sequential", "best_fit", "by_length"]
 
 
 class Span(NamedTuple):
-    """Tokens start..stop (stop excluded, never empty) of a document, in one row.
-
-    `document_index` finds the document in the `lengths` that the plan was given.
-    """
+    """Tokens start..stop (excluded, never empty) of the document with this index in the plan's lengths, in one row."""
 
     document_index: int
     start: int
@@ -42,7 +39,6 @@ class PackPlan:
     seed: seeds the order of documents and of rows.
     epoch: each has another order.
     last: `pad` keeps a last row that is not full, `drop` leaves it out; `best_fit` knows no such row.
-    strategy: how rows are filled.
     together: rows that are taken at a time, of like lengths in `by_length`: a step's.
     before: rows of all epochs before this one; in `by_length` the first ones fill the step that they left open.
     """

@@ -70,7 +70,6 @@ def prepare(
 
     Several processes may call this at once: one works, the others wait and reuse.
 
-    data: sources and settings.
     tokenizer: a fast tokenizer (one with a `tokenizers` backend).
     on_progress: called with the state so far when a source begins, after each full batch, and once at the end.
     Raises UserError: a source cannot be read, gives no document, or has more bad records than `data.bad_record_share`;
@@ -124,8 +123,6 @@ def prepare_store(
 
     Tokens, their order and the fingerprint depend neither on who does the work nor on where it was interrupted.
 
-    preparation: sources, settings, executor.
-    out: the store's folder.
     log: takes one line at a time on what begins.
     on_progress: called when a task is done.
     dry_run: of Slurm, return the script and write nothing.
@@ -202,9 +199,7 @@ def _open_finished(out: Path, name: str, work: Path, on_progress: Report) -> Tok
 
 
 def _begin(work: Path, plan: dict[str, Any]) -> None:
-    """Keep the shards that are there if they are of this plan. Of another plan, remove shards without documents. Raises
-    UserError: shards of another plan hold documents.
-    """
+    """Keep shards of this plan; of another, remove those without documents, and refuse those that hold some."""
     if not (work / PLAN).exists() or read_json(work / PLAN) != plan:
         if any(_holds_documents(shard) for shard in (work / SHARDS).glob("*")):
             raise UserError(
@@ -258,7 +253,6 @@ class _FinishedTasks:
 
 
 def _unfinished(done: _FinishedTasks, work: Path, lost_worker: bool) -> Exception:
-    """Return what to raise when tasks are not done: a UserError if they gave reasons."""
     reasons = []
     for rank in done.missing():
         with suppress(OSError):
@@ -274,7 +268,6 @@ def _unfinished(done: _FinishedTasks, work: Path, lost_worker: bool) -> Exceptio
 
 
 def _sum_counts(sources: Sequence[Source], tasks: Sequence[Task], shards: Sequence[TokenStore]) -> list[SourceCount]:
-    """Return what was read of each source by all of its tasks."""
     counts = []
     for number, source in enumerate(sources):
         own = [shard.header.sources[0] for task, shard in zip(tasks, shards, strict=True) if task.source == number]
@@ -296,7 +289,6 @@ def _verify(shard: TokenStore) -> None:
 
 
 def _check_shares(counts: Iterable[SourceCount], data: DataConfig) -> None:
-    """Refuse a source of which too many records are bad."""
     for count in counts:
         if count.bad_records > data.bad_record_share * count.records:
             raise UserError(
@@ -306,7 +298,6 @@ def _check_shares(counts: Iterable[SourceCount], data: DataConfig) -> None:
 
 
 def _check_documents(counts: Sequence[SourceCount], documents: int, data: DataConfig) -> None:
-    """Refuse a corpus without documents."""
     if documents:
         return
     records, bad = (sum(getattr(count, name) for count in counts) for name in ("records", "bad_records"))
@@ -316,7 +307,6 @@ def _check_documents(counts: Sequence[SourceCount], documents: int, data: DataCo
 
 @contextmanager
 def _name_disk_fault(shown: str) -> Iterator[None]:
-    """Turn a failed write into a UserError that names the setting."""
     try:
         yield
     except OSError as error:
@@ -325,7 +315,6 @@ def _name_disk_fault(shown: str) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path, shown: str, log: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """Wait until no other process makes the same store."""
     path = folder.with_name(f".{folder.name}.lock")
     lock = FileLock(path)
     with _name_disk_fault(shown):
@@ -345,7 +334,6 @@ def _locked(folder: Path, shown: str, log: Callable[[str], None] = lambda line: 
 
 
 def _sum_progress(state: str, stores: Iterable[TokenStore]) -> PreparationProgress:
-    """Return what stores hold together."""
     stores = list(stores)
     bad = sum(count.bad_records for store in stores for count in store.header.sources)
     return PreparationProgress(state, sum(map(len, stores)), sum(store.token_count for store in stores), bad)
@@ -357,9 +345,6 @@ def _sum_progress(state: str, stores: Iterable[TokenStore]) -> PreparationProgre
 class MakeShard:
     """Reads the records of a task and writes its shard. It can be called as a block of datatrove's pipelines.
 
-    work: the preparation's folder.
-    data: settings.
-    tasks: all of them.
     one_thread: leave the other cores to other tasks.
     """
 
@@ -385,9 +370,7 @@ class MakeShard:
             yield from read(self.data.sources[task.source], part)
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Write the shard of task `rank`, unless it exists. A failure leaves its reason in the folder `failures`.
-        Raises UserError: the source breaks off, or the shard cannot be written.
-        """
+        """Write the shard of task `rank` unless it exists, or why not into `failures`. Raises UserError: the same."""
         final = self.work / SHARDS / f"{rank:05d}"
         if final.exists():
             return

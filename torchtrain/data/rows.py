@@ -59,8 +59,6 @@ def build_row(
     restart in each document, so interleaving changes nothing.
 
     spans: at least one; with anchor and tags no more than T tokens.
-    pack: variant, T, chunks, targets.
-    anchor_ids: the tokens that open the row.
     pad_id: fills the rest of `input_ids`; the rest is document -1, domain -1, label -100. Its positions count on (in
         intra_reset from 0).
     random: the row's own generator, for +interleave; None without.
@@ -162,8 +160,7 @@ def _split(index: np.ndarray, pack: PackConfig, random: np.random.Generator) -> 
 def _split_as_authors(index: np.ndarray, pack: PackConfig, random: np.random.Generator) -> list[np.ndarray]:
     """Cut a span of 64 to 2,048 tokens into 2 or 3 pieces within its middle 60 per cent; leave any other span whole.
 
-    This is what the function `split_shuffle_join` of the authors' train.py intends. Their function takes each piece
-    from the whole row instead of the document, and their release never calls it.
+    As `split_shuffle_join` of the authors' train.py intends, which cuts the row instead, and is never called.
     """
     if not AUTHORS_SHORTEST <= len(index) <= AUTHORS_LONGEST:
         return [index]
@@ -176,9 +173,7 @@ def _split_as_authors(index: np.ndarray, pack: PackConfig, random: np.random.Gen
 
 
 def _turns_as_authors(owners: np.ndarray, counts: Sequence[int], random: np.random.Generator) -> np.ndarray:
-    """Return the span of each piece of the merged row: piece k of a span comes at base + k exp(u), base and u uniform
-    in [0, 1) and drawn for each span.
-    """
+    """Return the span of each merged piece: a span's piece k is at base + k exp(u), base and u uniform in [0, 1)."""
     base, step = random.random(len(counts)), np.exp(random.random(len(counts)))
     number = np.concatenate([np.arange(count) for count in counts])
     return owners[np.argsort(base[owners] + number * step[owners], kind="stable")]

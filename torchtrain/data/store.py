@@ -145,7 +145,6 @@ class Documents:
 
         tokens: int [tokens of the document] of each document, none of them empty.
         document_domains: of each document, an index into `domains`.
-        domains: names.
         targets: bool [tokens of the document] of each document; None: every token is a target.
         """
         offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
@@ -197,7 +196,6 @@ class Documents:
 
     @cached_property
     def _first_tokens(self) -> list[int]:
-        """The number of each shard's first token among all tokens."""
         return [0, *itertools.accumulate(size.tokens for size in self.sizes)][:-1] or [0]
 
     def document(self, index: int) -> np.ndarray:
@@ -324,7 +322,6 @@ def _check_header(folder: Path, header: StoreHeader) -> None:
 
 
 def _check_arrays(folder: Path, header: StoreHeader, arrays: dict[str, np.ndarray]) -> None:
-    """Refuse arrays that do not fit the header."""
     documents = list(itertools.accumulate((shard.documents for shard in header.shards), initial=0))
     tokens = list(itertools.accumulate((shard.tokens for shard in header.shards), initial=0))
     n = documents[-1]
@@ -342,7 +339,6 @@ def _check_arrays(folder: Path, header: StoreHeader, arrays: dict[str, np.ndarra
 
 
 def _check_file(folder: Path, name: str, entry: FileEntry, whole: bool) -> None:
-    """Refuse a file that is not what was written, by its size and, if `whole`, by its content."""
     path = folder / name
     try:
         if not path.exists():
@@ -392,8 +388,5 @@ def find_firsts(hashes: np.ndarray) -> np.ndarray:
 
 
 def hash_tokens(tokens: np.ndarray) -> int:
-    """Return 64 bits of a document's content, its tokens as int32.
-
-    Among a hundred million documents two of different tokens share a hash with odds of 1 in 3,700.
-    """
+    """Return 64 bits of a document's int32 tokens. Of 10^8 documents two share a hash with odds of 1 in 3,700."""
     return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")

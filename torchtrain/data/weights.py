@@ -64,9 +64,7 @@ class LossWeights:
 
     @classmethod
     def measure(cls, settings: LossWeightConfig, rows: Iterable[Mapping[str, np.ndarray]]) -> Self:
-        """Count the targets of rows, and weigh the buckets. Raises UserError: no target is in the tail, or none weighs
-        anything.
-        """
+        """Count the targets of rows, and weigh the buckets. Raises UserError: none is in the tail, or all weigh 0."""
         counted, longest, tokens = np.zeros(0, dtype=np.int64), 0, 0
         for row in rows:
             tokens = len(row["document_ids"])
@@ -90,10 +88,7 @@ class LossWeights:
         return cls(settings, counted, weights_K)
 
     def weigh(self, row: Mapping[str, np.ndarray], random: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return a row with `weights`, float32 [T], times those of its own where it has some.
-
-        random: the row's own generator, for `shuffle`.
-        """
+        """Return a row with `weights`, float32 [T], times its own. random: the row's own generator, for `shuffle`."""
         weights_T = self.weights_K[find_buckets(effective_contexts(row["document_ids"]), self.settings.tail)]
         if self.settings.shuffle:
             is_target_T = row["shift_labels"] != IGNORED

@@ -72,10 +72,7 @@ def read_template(data: DataConfig) -> str | None:
 
 
 class Tokeniser:
-    """Tokenises records of a corpus into a store, in a run's own process or in a task's.
-
-    data: the settings.
-    """
+    """Tokenises records of a corpus into a store, in a run's own process or in a task's."""
 
     def __init__(self, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._data, self._encoder = data, Encoder(tokenizer, data.special_tokens)
@@ -97,10 +94,9 @@ class Tokeniser:
         writer: "StoreWriter",
         report: Callable[[PreparationProgress], None] = lambda progress: None,
     ) -> SourceCount:
-        """Tokenise what is read of a source, all of it or a part; return what was read.
+        """Tokenise what is read of a source; return what that was. report: called at first and after each full batch.
 
-        `report` is called at the start and after each full batch. Raises UserError: as `torchtrain.data.corpus.read`.
-        Raises OSError: a write failed.
+        Raises UserError: as `torchtrain.data.corpus.read`. Raises OSError: a write failed.
         """
         name, number, bad, first_bad, special = source_name(source), 0, 0, "", 0
         batch: list[tuple[Document, Answered | None]] = []
@@ -234,8 +230,6 @@ class StoreWriter:
     ) -> None:
         """Write what completes the store and flush all of it to the disk.
 
-        fingerprint: the store's.
-        sources: what was read.
         mixture: how often which documents are taken.
         remove_duplicates: take only the first document of a text.
         Raises UserError: the mixture does not fit the corpus.
@@ -337,10 +331,7 @@ def _write_index(
     mixture: MixtureConfig | None,
     remove_duplicates: bool,
 ) -> None:
-    """Complete a store whose tokens are written: the arrays about its documents, then its header.
-
-    Of n documents: offsets int64 [n + 1], document_domains int32 [n], hashes uint64 [n].
-    """
+    """Complete a store of n documents: offsets int64 [n + 1], document_domains int32 [n], hashes uint64 [n], header."""
     arrays = {OFFSETS: offsets, DOMAINS: document_domains, HASHES: hashes}
     kept = np.ones(len(hashes), dtype=bool)
     if remove_duplicates:
@@ -372,7 +363,6 @@ def _shard_name(number: int) -> str:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the disk cannot."""
     try:
         os.link(source, target)
     except OSError:

@@ -58,10 +58,7 @@ class Cutter:
 
     @contextmanager
     def whole_where_used(self, model: nn.Module) -> Iterator[None]:
-        """Let a model run in the block: a parameter is whole in its module's forward, and where backward uses it.
-
-        All ranks must run the model in the same way.
-        """
+        """Run a model, on all ranks alike: a parameter is whole in its module's forward and where backward uses it."""
         gathered: dict[int, nn.Parameter] = {}  # parameters that are whole now, by address
 
         def gather(module: nn.Module, *_: Any) -> None:

@@ -8,10 +8,7 @@ from torchtrain.distributed.world import read_local_size
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process can still take: of its GPU, or its share of the host's memory.
-
-    On a host this is the least of Linux's MemAvailable and what is left of a container's limit; 0 if both are unknown.
-    """
+    """Return the bytes that this process can still take, of its GPU or its share of the host's memory; 0: unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     known = [free for free in (_available(Path("/proc/meminfo")), _left_of_limit(Path("/sys/fs/cgroup"))) if free >= 0]
@@ -19,7 +16,6 @@ def free_memory(device: torch.device) -> int:
 
 
 def _available(path: Path) -> int:
-    """Return MemAvailable of /proc/meminfo in bytes; -1 if it is unknown."""
     try:
         lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024

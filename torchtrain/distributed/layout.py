@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_layout(config: Config, processes: int) -> None:
-    """Check that the processes divide into groups that share a row, and the step into the groups' micro-batches. Raises
-    UserError: they do not.
-    """
+    """Check that groups that share a row divide the processes, and micro-batches a step. Raises UserError."""
     shared = config.distributed.sequence_parallel
     if processes % shared:
         raise UserError(

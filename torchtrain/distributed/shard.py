@@ -27,10 +27,9 @@ _MATRICES = 32_768  # a token's matrix products take about as long as causal att
 
 
 def assign_rows(first: int, count: int, micro_batch: int, world: World) -> list[range]:
-    """Return the numbers of this rank's rows of a step, one range of `micro_batch` rows for each forward.
+    """Return this rank's rows of a step, a range of `micro_batch` rows for each forward.
 
-    Data-parallel groups take micro-batches in turn, so a step has the same rows for every number of ranks. The ranks of
-    one group take the same rows. The step's `count` rows from `first` on are a multiple of micro_batch x groups.
+    Groups take micro-batches in turn: the step's `count` rows from `first` on are the same for any number of ranks.
     """
     starts = range(first, first + count, micro_batch)[world.data_rank :: world.data_parallel]
     return [range(start, start + micro_batch) for start in starts]
@@ -61,10 +60,7 @@ def pad(batch: dict[str, Tensor], multiple: int) -> dict[str, Tensor]:
 
 
 def split_tokens(batch: dict[str, Tensor], world: World) -> dict[str, Any]:
-    """Return this rank's part [B, t] of padded rows [B, T]. `document_ids` stays whole: attention sees whole rows.
-
-    Parts are contiguous, so that their copy to a GPU does not block.
-    """
+    """Return this rank's part [B, t] of padded rows [B, T], contiguous; `document_ids` stays whole."""
     if world.sequence_parallel == 1:
         return batch
     number = world.sequence_rank
@@ -95,10 +91,7 @@ def split_documents(batch: dict[str, Tensor], world: World) -> dict[str, Any] | 
 
 
 def _assign_documents(ids_T: Tensor, ranks: int) -> Tensor | None:
-    """Return the rank [D + 1] of each document by its number; None if a rank would get too much.
-
-    The longest documents are assigned first, each to the rank with the least work so far.
-    """
+    """Return each document's rank [D + 1], the longest first to the least work; None: a rank would get too much."""
     lengths_D = torch.bincount(ids_T[ids_T > 0], minlength=1)
     owner_D = torch.zeros_like(lengths_D)
     work, tokens = [0] * ranks, [int((ids_T == ANCHOR).sum())] * ranks

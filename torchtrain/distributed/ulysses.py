@@ -106,10 +106,7 @@ def _pass_windows_and_sinks(name: str, local_attention: Callable[..., Any], rank
 
 
 def _share_largest_position(rotary: nn.Module, group: Any) -> None:
-    """Show the largest position of whole rows to RoPE types that depend on it (`longrope`, `dynamic`).
-
-    The position is appended to this rank's positions as a column, and the tables' column is removed again.
-    """
+    """Append the row's largest position, and cut it off tables again, for `longrope` and `dynamic`."""
 
     def widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         position_ids_Bt: Tensor = kwargs.pop("position_ids") if "position_ids" in kwargs else args[1]

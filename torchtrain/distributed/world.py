@@ -133,9 +133,7 @@ ALONE = World()
 
 
 def read_ranks() -> tuple[int, int, int]:
-    """Return (rank, world size, local rank) as torchrun sets them; (0, 1, 0) without torchrun. Raises UserError: a
-    variable is not such a number, or MASTER_ADDR or MASTER_PORT is missing or leads nowhere.
-    """
+    """Return torchrun's (rank, world size, local rank), or (0, 1, 0). Raises UserError: a variable is wrong."""
     size = _read_variable("WORLD_SIZE", 1, 1, _MOST_PROCESSES)
     rank = _read_variable("RANK", 0, 0, size - 1)
     local_rank = _read_variable("LOCAL_RANK", 0, 0, size - 1)
@@ -165,7 +163,6 @@ _MOST_PROCESSES = 2**16
 
 
 def _read_variable(name: str, default: int | None, least: int, most: int) -> int:
-    """Return a number from the environment, or the default where the variable is not set."""
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
@@ -263,9 +260,7 @@ def _connect_store(rank: int, size: int) -> dist.Store:
 
 
 def check_driver() -> None:
-    """Refuse to train on the CPU where this machine has NVIDIA GPUs that torch cannot use. Raises UserError: the driver
-    does not answer, or is too old for torch's CUDA version.
-    """
+    """Refuse to train on a CPU beside NVIDIA GPUs. Raises UserError: no driver, or too old a one for torch's CUDA."""
     if torch.version.cuda is None or torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return
     if any(Path("/dev").glob("nvidia[0-9]*")):

@@ -55,10 +55,7 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
 
 
 def gradient_divisor(config: Config, world: World) -> int:
-    """Return the number by which DeepSpeed divides the sum of a gradient over all ranks.
-
-    ZeRO 1 and 2 take the mean over data-parallel groups and the sum inside each. ZeRO 3 takes the mean over all ranks.
-    """
+    """Return by what DeepSpeed divides a gradient's sum: data-parallel groups, or under ZeRO 3 all ranks."""
     return world.size if config.distributed.zero_stage == 3 else world.data_parallel
 
 

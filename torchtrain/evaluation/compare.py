@@ -85,7 +85,6 @@ def _tables(runs: list[Measured]) -> list[ScoreTable]:
 
 
 def _task_rows(run: Measured, length: int) -> dict[str, Average]:
-    """Return the rows of a length: LongBench's averages, then a row for each task, MMLU's subjects as one."""
     rows = {}
     for group, names in LONGBENCH.items():
         if keys := [key for name in names if (key := (f"longbench_{name}", length)) in run.asked]:
@@ -104,7 +103,6 @@ def _task_rows(run: Measured, length: int) -> dict[str, Average]:
 
 
 def _table(title: str, what: str, rows: dict[str, Average], runs: list[Measured]) -> ScoreTable:
-    """Return a table with a column for each run, and one for each difference from the first."""
     first, *others = runs
     head = [what, *(run.name for run in runs), *(f"{run.name} - {first.name}" for run in others)]
     body = {

@@ -118,7 +118,6 @@ def _measure_share(
     log: Path | None,
     number: int,
 ) -> None:
-    """Measure one process's share, on its own GPU, or with its part of the cores."""
     if torch.cuda.is_available():
         torch.cuda.set_device(number % torch.cuda.device_count())
     else:

@@ -65,9 +65,7 @@ class EvaluatedModel:
 
 
 def tasks_of(suite: Suite, lengths: Sequence[int]) -> list[tuple[str, int]]:
-    """Return every task with every length it is measured at. A task of short prompts has the greatest length alone.
-    Raises UserError: there is no such task.
-    """
+    """Return every task with its lengths; one of short prompts has the greatest alone. Raises UserError: unknown."""
     names = dict.fromkeys(leaf for name in suite.tasks for leaf in leaves(name, suite.include_path))
     tasks = [
         (task, length)

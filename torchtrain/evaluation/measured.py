@@ -71,10 +71,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Average:
-    """A cell's number: the mean over tasks, each with one weight.
-
-    `pooled`: the mean over all their samples. `part`: of one part of their samples alone.
-    """
+    """A cell's number: the mean over tasks; `pooled`: over all their samples; `part`: over one part of these alone."""
 
     keys: list[Key]
     pooled: bool = False
@@ -181,11 +178,7 @@ def _check_run(run: Measured, place: Path) -> None:
 
 
 def check_alike(a: Measured, b: Measured, *more: str) -> None:
-    """Refuse two runs, or two checkpoints of one, that were not measured alike.
-
-    more: further settings that their results must share.
-    Raises UserError: they differ; the message says in what.
-    """
+    """Refuse runs, or checkpoints of one, not measured alike, `more` settings too. Raises UserError: says in what."""
     who = f"{quoted(a.name)} and {quoted(b.name)} were not measured alike"
     if alone := sorted(a.tasks.keys() ^ b.tasks.keys()):
         task, length = alone[0]

@@ -99,9 +99,7 @@ class SharedPrefixLM(HFLM):
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """See `HFLM`, which is given batch by batch. A request may sample, or search beams. Raises UserError: logits
-        are not finite, or transformers does not know a setting of a request.
-        """
+        """See `HFLM`, called batch by batch. Raises UserError: logits that are not finite, or an unknown setting."""
         prompts = []
         for place, request in enumerate(requests):
             text, settings = request.args

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 class TrainingEvaluation:
-    """What a run measures while it trains.
-
-    config: the run's; `evaluation.every` is above 0.
-    Raises UserError: the suite cannot be read, or asks for what a training cannot give.
-    """
+    """What a run with `evaluation.every` above 0 measures while it trains. Raises UserError: its suite does not fit."""
 
     def __init__(self, config: Config) -> None:
         section = config.evaluation
@@ -153,7 +149,6 @@ class TrainingEvaluation:
 
 
 def _format_fault(error: Exception) -> str:
-    """Return a fault on one line."""
     if isinstance(error, OSError):
         return disk_fault(error)
     if isinstance(error, UserError | MemoryError | torch.OutOfMemoryError):

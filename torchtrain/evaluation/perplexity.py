@@ -39,9 +39,7 @@ def check_finite(finite: Tensor | bool, model: "PreTrainedModel") -> None:
 
 
 def long_documents(config: PerplexityConfig, tokenizer: "PreTrainedTokenizerFast", length: int) -> list[list[int]]:
-    """Return the first documents that are long enough, each cut to `length` tokens. Raises UserError: the source cannot
-    be read, or has too few.
-    """
+    """Return the first long documents, cut to `length` tokens. Raises UserError: an unreadable source, or too few."""
     found: list[list[int]] = []
     for record in read(config.source):
         if isinstance(record, Document) and len(record.text.encode()) + _ADDED >= length:  # a token is a byte at least
@@ -104,9 +102,7 @@ def find_key_tokens(
 
 @torch.inference_mode()
 def document_losses(model: "PreTrainedModel", ids: Sequence[int]) -> Tensor:
-    """Return the loss of each token of a document but the first, in nats: [T - 1] float32, on the CPU. Raises
-    UserError: one is not finite.
-    """
+    """Return the loss of each token but the first, nats, float32 [T - 1] on the CPU. Raises UserError: not finite."""
     from transformers import DynamicCache
 
     cache, losses, device = DynamicCache(config=model.config), [], input_device(model)

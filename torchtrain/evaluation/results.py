@@ -156,9 +156,6 @@ def read_results(out: Path) -> Iterator[Result]:
 
 
 def different_setting(result: TaskResult, settings: Settings) -> str:
-    """Return the name of a setting in which a result differs from the others of its checkpoint; "" if in none.
-
-    Perplexity does not depend on the anchor.
-    """
+    """Return in which setting a result differs from its checkpoint's others, or "". Perplexity ignores the anchor."""
     names = ("weights", "dtype") if result.task == "perplexity" else ("weights", "dtype", "anchor")
     return next((name for name in names if getattr(result.settings, name) != getattr(settings, name)), "")

@@ -134,9 +134,7 @@ class Suite(Section):
 
 
 def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:
-    """Read a suite's YAML. Raises UserError: as `anchorline.settings.load`; or a folder of data is named that does not
-    exist.
-    """
+    """Read a suite's YAML. Raises UserError: as `anchorline.settings.load`; or a named folder of data is not there."""
     suite = settings.load(Suite, path, overrides, example="samples=20")
     for name, folder in suite.data.items():
         if not expand(folder).is_dir():

@@ -66,9 +66,7 @@ def print_tables(tables: Sequence[ScoreTable]) -> None:
 def write_tables(
     tables: Sequence[ScoreTable], facts: Mapping[str, str], folder: Path, figures: Sequence[ScoreFigure] = ()
 ) -> None:
-    """Write results.md, results.tex and an SVG for each figure into a folder. `facts`: a line about each run. Raises
-    UserError: the folder cannot be written.
-    """
+    """Write results.md, results.tex and figures; `facts`: a line about each run. Raises UserError: it cannot."""
     texts = {"results.md": _as_markdown(tables, facts), "results.tex": "\n".join(map(_as_latex, tables))}
     texts |= {f"{figure.name}.svg": figure.svg for figure in figures}
     _save("--out", {folder / name: text for name, text in texts.items()})
@@ -77,9 +75,7 @@ def write_tables(
 def write_document(
     tables: Sequence[ScoreTable], facts: Mapping[str, str], document: Path, figures: Sequence[ScoreFigure] = ()
 ) -> None:
-    """Put figures and tables between the marks of a Markdown file; the drawings go into `figures/` next to it. Raises
-    UserError: as `read_marked`, or it cannot be written.
-    """
+    """Put figures and tables between a Markdown file's marks, drawings into `figures/`. Raises UserError: it cannot."""
     drawn = {f"figures/{document.stem}-{figure.name}.svg": figure for figure in figures}
     shown = [f"![{figure.title}]({place})\n\n*{figure.note}*\n" for place, figure in drawn.items()]
     text = TABLES.put(read_marked(document, [TABLES]), "\n".join([*shown, _as_markdown(tables, facts)]))
@@ -107,8 +103,6 @@ def _as_markdown(tables: Sequence[ScoreTable], facts: Mapping[str, str]) -> str:
 
 
 def _as_latex(table: ScoreTable) -> str:
-    """Return a table as LaTeX, for the package booktabs."""
-
     def cell(text: str) -> str:
         plain = text.strip("*").translate(_LATEX)
         return rf"\textbf{{{plain}}}" if text.startswith("**") else plain
@@ -122,10 +116,7 @@ def _as_latex(table: ScoreTable) -> str:
 
 
 def figures_of(runs: Sequence[Measured]) -> list[ScoreFigure]:
-    """Return the figures that the results of runs allow; one that would show a single point is left out.
-
-    runs: measured alike, as `compare` returns them.
-    """
+    """Return the figures that results of runs measured alike allow, but those that would show a single point."""
     figures = []
     steps = [sorted({of.step for of in run.results() if of.step is not None}) for run in runs]
     by_step = [(run, step) for run, each in zip(runs, steps, strict=True) for step in each]
@@ -153,7 +144,6 @@ def figures_of(runs: Sequence[Measured]) -> list[ScoreFigure]:
 
 
 def _draw(points: Sequence[_Point], across: str, up: str, canvas: Canvas) -> None:
-    """Draw a line for each run, with the interval of each point."""
     axes, names = canvas.subplots(), [*dict.fromkeys(point[0] for point in points)]
     for i, name in enumerate(names):
         x, y, low, high = np.array([(x, *_interval(run, of)) for label, x, run, of in points if label == name]).T

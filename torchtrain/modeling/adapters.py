@@ -122,11 +122,7 @@ def split_off(model: "PreTrainedModel", weights: dict[str, Tensor]) -> tuple[dic
 def save_adapter(
     model: "PreTrainedModel", lora: LoraSettings, base: str, adapter: dict[str, Tensor], folder: Path
 ) -> None:
-    """Write the adapter of `split_off` as `peft.PeftModel.from_pretrained` reads it, into a new folder.
-
-    base: what `base_model_name_or_path` says: a hub id or a folder.
-    Raises OSError: it cannot be written.
-    """
+    """Write `split_off`'s adapter as PEFT reads it into a new folder. base: hub id or folder. Raises OSError."""
     from safetensors.torch import save_file
 
     layers = [name for name, module in model.named_modules() if _has_adapter(module)]
@@ -201,9 +197,7 @@ def _attention(linear: Iterable[str]) -> list[str]:
 
 
 def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
-    """Return all linear layers but the head, by name: those of the class that most are of, where `LINEAR` is one class.
-    Others that derive from nn.Linear, such as some routers, compute more.
-    """
+    """Return all linear layers but the head by name; of the class (or `LINEAR`) that most are: others compute more."""
     head = head_of(model)
     found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     kinds = {name: nn.Linear if type(m) in LINEAR else type(m) for name, m in found.items()}
@@ -212,9 +206,7 @@ def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
 
 
 def _check_rank(rank: int, layers: dict[str, nn.Linear]) -> None:
-    """Check that at least one of the layers that get adapters has so high a rank itself: a product of narrower matrices
-    cannot have more. Beside it there may be narrower ones, such as a router.
-    """
+    """Check that at least one of the layers that get adapters can use so high a rank."""
     name, widest = max(layers.items(), key=lambda item: min(item[1].in_features, item[1].out_features))
     most = min(widest.in_features, widest.out_features)
     if rank > most:
@@ -225,8 +217,6 @@ def _check_rank(rank: int, layers: dict[str, nn.Linear]) -> None:
 
 
 def _named_by(ends: Iterable[str], owners: list[str], model: "PreTrainedModel") -> list[str]:
-    """Return the modules that `also_train` names."""
-
     def found() -> Iterator[str]:
         for end in ends:
             if not (named := [name for name in owners if name.endswith(end)]):
@@ -240,7 +230,6 @@ def _named_by(ends: Iterable[str], owners: list[str], model: "PreTrainedModel") 
 
 
 def _is_end(end: str, name: str) -> bool:
-    """Whether PEFT takes a name for a target."""
     return name == end or name.endswith(f".{end}")
 
 

@@ -49,11 +49,7 @@ def chunk_layers(model: nn.Module, tokens: int, most: int | None = None) -> None
 
 
 def check_chunks(model: "PreTrainedModel") -> None:
-    """Check, before `chunk_layers`, that norms and MLPs compute the same bits as the code that replaces them.
-
-    One of each kind is checked, because layers are alike. Raises UserError: one computes something else, or is of
-    another kind.
-    """
+    """Check that one norm and MLP of each kind computes the same bits in chunks. Raises UserError: one does not."""
     for form in {_kind_of(form.module): form for form in _forms(model)}.values():
         width = form.width
         x_1nM = torch.linspace(-3, 3, 4 * width, device=model.device).view(1, 4, width).to(model.dtype)
@@ -95,9 +91,7 @@ class _Form(ABC):
 
     @abstractmethod
     def backward(self, x: Tensor, gradient: Tensor, sums: list[Tensor | None]) -> Tensor:
-        """Return the gradient of a chunk's input, and add those of `weights` to `sums`, which are in float32, or None
-        of one that is frozen.
-        """
+        """Return the gradient of a chunk's input; add those of `weights` to float32 `sums` (None: of a frozen one)."""
 
     @abstractmethod
     def is_right(self, x: Tensor) -> bool:
@@ -254,7 +248,6 @@ def _refusal(model: nn.Module, why: str) -> UserError:
 
 
 def _run(form: _Form, tokens: int, most: int | None, x: Tensor) -> Tensor:
-    """Compute what a module computes of [B, T, ..]."""
     rows = x.flatten(0, 1)
     if torch.is_grad_enabled() and not rows.requires_grad and any(p.requires_grad for p in form.weights):
         rows = rows.detach().requires_grad_()  # of a frozen embedding: `_Keep` keeps what needs a gradient alone

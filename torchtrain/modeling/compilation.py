@@ -33,9 +33,7 @@ _HANDS_OVER = "_gradient_checkpointing_func"
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile a small function, to find a missing or broken compiler before anything is loaded. Raises UserError: torch
-    cannot compile for this device.
-    """
+    """Find a missing or broken compiler before anything is loaded. Raises UserError: torch cannot compile here."""
     try:
         torch.compile(_add_one, dynamic=False)(torch.ones(64, device=device))
     except Exception as error:  # of Inductor, of the compiler that it calls, of Triton
@@ -47,10 +45,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compile_layers(model: "PreTrainedModel", recomputation: Recomputation) -> None:
-    """Make a model's decoder layers run compiled while it trains. Nothing is compiled before its first step.
-
-    Its layers are set up for recomputation already. Raises UserError: none of its modules hands a layer's forward over.
-    """
+    """Let decoder layers, set up for recomputation, run compiled while training. Raises UserError: it has none."""
     layers = layers_of(model)
     if not layers:
         raise UserError(

@@ -63,9 +63,7 @@ AS_THEY_ARE = LogitRule()
 
 @torch.no_grad()
 def check_head(model: "PreTrainedModel") -> None:
-    """Check that logits are what `LogitRule` makes of head(hidden states), which the chunked loss relies on. Raises
-    UserError: the model does more (scales its logits by a parameter of another name, as Cohere does).
-    """
+    """Check that logits are what `LogitRule` makes of head(hidden states). Raises UserError: the model does more."""
     batch = _tiny_batch(model)
     model.eval()
     logits_BTV = model(**batch, use_cache=False).logits
@@ -78,6 +76,5 @@ def check_head(model: "PreTrainedModel") -> None:
 
 
 def _tiny_batch(model: "PreTrainedModel") -> dict[str, Tensor]:
-    """Make one row of two documents of four tokens, no anchor."""
     tokens = torch.arange(8, device=model.device)[None]
     return {"input_ids": tokens + 1, "position_ids": tokens, "document_ids": tokens // 4 + 1}

@@ -98,9 +98,7 @@ def load_for_training(
 
 
 def set_up_layers(loaded: "PreTrainedModel", model: ModelConfig) -> None:
-    """Let a model's layers recompute what they keep, run in chunks, and run compiled, as its settings say. Raises
-    UserError: it has no layers that can be compiled, or none that `model.layer_chunk` knows.
-    """
+    """Let layers recompute, run in chunks and run compiled, as its settings say. Raises UserError: none can."""
     save_memory(loaded, model)
     if model.fused == "compile":
         if not model.recomputation:
@@ -163,10 +161,7 @@ def _load(
     cutter: "Cutter | None" = None,
     device_map: DeviceMap | None = None,
 ) -> "PreTrainedModel":
-    """Load all weights that the config names, each finite.
-
-    The model is built in its dtype. Converting it afterwards would round RoPE's float32 inverse frequencies too.
-    """
+    """Load all weights, each finite, into a model built in its dtype: a cast would round RoPE's float32 frequencies."""
     from transformers import AutoModelForCausalLM
 
     check_no_adapter(source, source)
@@ -296,9 +291,7 @@ def _sample(source: str) -> str:
 
 
 def weight_files(source: str) -> list[Path]:
-    """Return the files of weights of a folder that transformers reads, and no other's: `model.safetensors`; without it
-    those of its index. Raises UserError: the index is damaged, or names what is not there.
-    """
+    """Return a folder's model.safetensors, or its index's files. Raises UserError: the index is damaged."""
     folder = Path(source)
     if (whole := folder / "model.safetensors").exists():
         return [whole]
@@ -341,9 +334,7 @@ def digest_weights(source: str) -> str:
 
 
 def _check_weights(source: str) -> dict[str, str]:
-    """Open every file of weights, and hold the index against them; return the dtype of each tensor of no floats. Raises
-    UserError: one is damaged, cut off, or named by the index and not there.
-    """
+    """Open every file of weights, and the index; return the dtype of each tensor that holds no floats."""
     from safetensors import safe_open
 
     found: dict[str, str] = {}

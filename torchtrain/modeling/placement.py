@@ -21,9 +21,7 @@ DeviceMap = str | dict[str, int | str]
 
 
 def check_can_spread(device_map: DeviceMap) -> None:
-    """Check that accelerate is installed, and that there is a GPU if it chooses one or the map names one. Raises
-    UserError: it is not, or there is none; or a map by module names no device.
-    """
+    """Check for accelerate, and for a GPU where one is needed. Raises UserError: missing; or a map names no device."""
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("device_map needs the package accelerate: pip install accelerate, or remove device_map")
     if isinstance(device_map, str) and not torch.accelerator.is_available():
@@ -52,9 +50,7 @@ def _check_device(name: str, place: int | str) -> None:
 
 
 def check_covers(model: nn.Module, device_map: dict[str, int | str]) -> None:
-    """Check that a map by module places every weight once: accelerate is silent about a weight that it does not move.
-    Raises UserError: a name is no module's, or a weight lies under no name or under two.
-    """
+    """Check that a map by module places every weight once. Raises UserError: it does not, or names no module."""
     modules = {name for name, _ in model.named_modules()}
     if unknown := next((name for name in device_map if name not in modules), None):
         raise UserError(f"device_map {quoted(unknown)}: the model has no such module; it has {_children(model)}")
@@ -71,9 +67,7 @@ def _children(model: nn.Module) -> str:
 
 
 def check_spread(model: "PreTrainedModel", device_map: DeviceMap) -> None:
-    """Check that a map by name put all weights on GPUs: accelerate silently moves off them what does not fit. Raises
-    UserError: it did.
-    """
+    """Check that a map by name put all weights on GPUs. Raises UserError: accelerate, silently, did not."""
     if isinstance(device_map, str) and any(of.device.type in ("cpu", "meta") for of in model.parameters()):
         raise UserError(
             f"device_map {device_map}: the model does not fit on the GPUs, or accelerate does not see their memory; "

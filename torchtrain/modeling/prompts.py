@@ -90,6 +90,5 @@ def take_anchor(tokenizer: "PreTrainedTokenizerFast", noted: NotedAnchor) -> Non
 
 
 def _written(tokenizer: "PreTrainedTokenizerFast", anchor: Sequence[int]) -> str:
-    """Return the anchor as a chat template writes it."""
     text = "".join(map(str, tokenizer.convert_ids_to_tokens(list(anchor))))
     return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}"

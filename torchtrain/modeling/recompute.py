@@ -76,9 +76,7 @@ def save_memory(model: "PreTrainedModel", settings: ModelConfig, most: int | Non
 
 
 def hand_layers_over(model: "PreTrainedModel", recomputation: Recomputation = True) -> None:
-    """Let each layer hand its forward, while it trains, to torch's checkpoint, or to what is put in that place. Raises
-    UserError: transformers recomputes no layers of this model.
-    """
+    """Let layers hand their forward, while training, to torch's checkpoint. Raises UserError: no layer can."""
     if not model.supports_gradient_checkpointing:
         raise UserError(
             f"model.activation_checkpointing: transformers recomputes no layers of {model.config.model_type}; set it "
@@ -113,7 +111,6 @@ def checkpointing(recomputation: Recomputation) -> dict[str, Any]:
 
 
 def _contexts() -> "tuple[_Keep, _Give]":
-    """Return the contexts of a layer's forward pass and of its second one."""
     kept: deque[Any] = deque()
     return _Keep(kept), _Give(kept)
 
@@ -202,10 +199,7 @@ class _Kept:
 
 
 class HostMemory:
-    """Keeps inputs of layers there; see above. A model's layers share one.
-
-    lane: default: the one that the device of the first input asks for.
-    """
+    """Keeps inputs of layers there; a model's layers share one. lane: default: as the first input's device asks for."""
 
     def __init__(self, lane: Lane | None = None) -> None:
         self._lane = lane
@@ -213,9 +207,7 @@ class HostMemory:
         self._free: list[Tensor] = []
 
     def checkpoint(self, layer: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-        """Run a layer, as `torch.utils.checkpoint.checkpoint` takes it, and keep its input x alone, on the host; in its
-        backward pass it is computed again. What else the layer takes is kept where it is.
-        """
+        """Run a layer as `torch.utils.checkpoint.checkpoint` takes it, its input x alone kept, on the host."""
         if not torch.is_grad_enabled():
             return layer(x, *args)
         given, needs = [x], x.requires_grad

@@ -53,7 +53,6 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
     others: then `rope.original_max_position_embeddings` must say it. What this returns records it.
 
     config: the model's config, left as it is.
-    rope: the settings.
     length: positions wanted (`pack.sequence_length`).
     Raises UserError: the length is beyond the model's, and theta is not raised nor the factor large enough to reach it;
         a factor below 1; lists of another length than half a head; parameters that the type needs, or that are no
@@ -133,9 +132,7 @@ def _of_whole_rows(tables: dict[str | None, dict[str, Any]]) -> dict[str | None,
 
 
 def find_fault(table: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with RoPE's parameters (`rope_parameters` or `rope_scaling`, or one layer type's part) in a
-    config, in words: the first that is no number in its range.
-    """
+    """Return, in words, the first of a config's RoPE parameters that is no number in its range, or None."""
     for name, value in table.items():
         if name in ("rope_type", "type"):
             if not isinstance(value, str):
@@ -197,9 +194,7 @@ def check_resets(config: "PretrainedConfig", length: int, variant: str) -> None:
 
 
 def describe(config: "PretrainedConfig", before: "PretrainedConfig | None" = None) -> str:
-    """Return one line on an extended config's RoPE: type, theta and what a reader must know of training with it; with
-    the config before, what has changed.
-    """
+    """Return a line on an extended config's RoPE, what training must know of it, and what changed since `before`."""
     own = parameters_of(config)
     if not own:
         return "the model's own positions"
@@ -243,7 +238,6 @@ def rotated_dimensions(config: "PretrainedConfig") -> int:
 
 
 def _head_dim(config: "PretrainedConfig") -> int:
-    """Return the size of a head in the layers that see whole rows."""
     if getattr(config, "is_heterogeneous", False):  # Gemma 4's heads are larger there
         ((kind, _),) = _of_whole_rows(_tables(config)).items()
         by_kind: Any = config.per_layer_config

@@ -21,9 +21,7 @@ from torchtrain.modeling.head import hidden_states
 
 
 def rotate_in_float32(model: nn.Module) -> None:
-    """Make every rotary module of a model return cos and sin in float32. Raises UserError: the model has none that is
-    called with hidden states first.
-    """
+    """Make a model's rotary modules return cos and sin in float32. Raises UserError: none takes hidden states."""
     # Where layers differ in RoPE, the frequencies of each kind have a name of their own.
     found = [m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))]
     for module in found:
@@ -62,9 +60,7 @@ def _round_output(_module: nn.Module, _inputs: Any, x: Tensor, bits: int) -> Ten
 
 @torch.no_grad()
 def check_rotation(model: Any) -> None:
-    """Check on a few tokens that attention under `anchor` gets queries and keys in float32. Raises UserError: a layer
-    gets them in another dtype.
-    """
+    """Check on a few tokens that `anchor` gets queries and keys in float32. Raises UserError: a layer does not."""
     tokens = torch.arange(8, device=model.device)[None]
     batch = {"input_ids": tokens + 1, "position_ids": tokens, "document_ids": tokens // 4 + 1}
     with watch_queries() as dtypes:

@@ -30,9 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def gguf_file() -> Path:
-    """Return the GGUF file the installed package carries. Raises UserError: the package is not installed, or carries no
-    such file.
-    """
+    """Return the GGUF file of the installed package. Raises UserError: it is not installed, or carries none."""
     found = packaged_file(PACKAGE, ".gguf")
     if found is None:
         raise _lacks(PACKAGE, *filter(lambda name: version(name) is None, _READERS))

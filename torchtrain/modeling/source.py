@@ -97,10 +97,7 @@ def resolve_source(
 
 
 def check_source(source: str, field: str = "model.source") -> None:
-    """Refuse what `resolve_source` refuses, as far as that needs neither weights from a hub nor torch's imports.
-
-    `field` opens messages.
-    """
+    """Refuse, without a hub or torch's imports, what `resolve_source` refuses. `field` opens messages."""
     here = os.path.exists(os.path.expanduser(source))
     if source != SMOLLM2 and (here or not hub.is_id(source) or hub.find_cached(source, hub.CONFIGS) is None):
         try:
@@ -128,9 +125,7 @@ def check_kept_length(source: str, rope: RopeConfig, length: int) -> None:
 
 
 def check_no_adapter(source: str, folder: str | Path) -> None:
-    """Refuse an adapter beside a model: where peft is installed transformers would put it into the model unasked, and
-    save it in the model's place. Raises UserError: the folder has an `adapter_config.json`.
-    """
+    """Refuse an adapter beside a model: transformers would take it unasked. Raises UserError: there is one."""
     if os.path.lexists(Path(folder) / _ADAPTER):
         raise UserError(
             f"model.source {quoted(source)}: {quoted(str(folder))} holds an adapter beside a model; merge it into the "
@@ -139,9 +134,7 @@ def check_no_adapter(source: str, folder: str | Path) -> None:
 
 
 def find_published(source: str) -> Path | None:
-    """Return the folder of a published model's config.json by its hub id; None where a folder has that name, which goes
-    first.
-    """
+    """Return the folder of a published model's config.json by hub id; None where a folder has that name."""
     if source not in published_models():
         return None
     if source != SMOLLM2 and os.path.lexists(os.path.join(source, "config.json")):
@@ -156,10 +149,7 @@ def published_models() -> dict[str, int]:
 
 @contextmanager
 def read_by_library(source: str, what: str, trust_remote_code: bool = False) -> Iterator[None]:
-    """Tell in one line whatever a library says of a user's files: what it raises of a damaged one can be anything.
-
-    Only calls into a library may stand in the block.
-    """
+    """Make one line of what a library raises of a user's files. Only calls into a library may stand in the block."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -184,9 +174,7 @@ def read_by_library(source: str, what: str, trust_remote_code: bool = False) -> 
 
 
 def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConfig":
-    """Read a resolved model's config, without its weights. Raises UserError: it cannot be read, or it is not a causal
-    language model's that transformers knows.
-    """
+    """Read a resolved model's config alone. Raises UserError: it cannot be read, or is no known causal model's."""
     import torch
     from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -213,9 +201,7 @@ def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConf
 
 
 def check_config(config: "PretrainedConfig", length: int) -> None:
-    """Refuse what the attention engines do not honour, before any weight is read. Raises UserError: no fixed number of
-    positions, attention dropout, or a chunk of attention shorter than the rows.
-    """
+    """Refuse no fixed number of positions, attention dropout, or a chunk shorter than the rows. Raises UserError."""
     if getattr(config, "max_position_embeddings", None) is None:
         raise UserError(
             f"model.source: {config.model_type} names no max_position_embeddings in its config.json and is not "
@@ -235,10 +221,7 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
 
 
 def _find_no_number(written: dict[str, Any]) -> str | None:
-    """Return the first value of a config.json that is no number where it must be one, in words.
-
-    transformers fails on some of them without a name, and trains with others.
-    """
+    """Return, in words, the first value of a config.json that is no number where it must be one."""
     tables: dict[str, Any] = {"": {name: written[name] for name in _OF_ROPE if written.get(name) is not None}}
     for name in _TABLES:
         if (table := written.get(name)) is not None:

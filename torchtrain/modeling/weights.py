@@ -14,10 +14,7 @@ def whole_shape(parameter: Tensor) -> torch.Size:
 
 @torch.no_grad()
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor that holds NaN or an infinity, or None.
-
-    Reads each once, and copies nothing.
-    """
+    """Return the name of the first tensor that holds NaN or an infinity, or None; each is read once, none copied."""
     for name, x in tensors:
         if x.numel() and not all(map(math.isfinite, (bound.item() for bound in torch.aminmax(x)))):
             return name

@@ -112,7 +112,6 @@ def _print_work(config: Config, shapes: Shapes, work: Work, documents: Documents
 
 
 def _memory_table(memory: Memory, machine: Machine) -> Table:
-    """Return what each GPU holds, and the host if it holds anything."""
     what = "process" if machine.cpu else "GPU"
     table = Table(title=f"Memory of each {what} ({machine.processes} of {machine.each / GIB:g} GiB)")
     table.add_column("what")

@@ -188,11 +188,7 @@ def _key_of(settings: ModelConfig) -> tuple[Any, ...]:
 
 
 def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTrainedModel":
-    """Build the model on the meta device, in its dtype, in training mode.
-
-    RoPE that goes by the batch's positions is replaced: its tables have the same shapes. Where `auto` may recompute
-    layers it does: less may not be there.
-    """
+    """Build the model on the meta device, in training mode; `auto` recomputes layers if it may."""
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
     for name, attention in ((_STAND_IN, _attention), (_EXCHANGED, _exchanged_attention)):

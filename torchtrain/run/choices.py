@@ -28,9 +28,7 @@ _GIB = 2**30
 def choose_recomputation(
     config: Config, model_config: "PretrainedConfig", engine: str, world: World
 ) -> tuple[ModelConfig, str]:
-    """Return the model's settings with `activation_checkpointing: auto` decided, and the choice in words: an empty text
-    where there was nothing to decide.
-    """
+    """Return the settings with `activation_checkpointing: auto` decided, and the choice in words, if there was one."""
     if config.model.activation_checkpointing != "auto":
         return config.model, ""
     from torchtrain.planning import budget
@@ -59,11 +57,7 @@ def choose_recomputation(
 def choose_fused(
     config: Config, source: str, model_config: "PretrainedConfig", world: World
 ) -> tuple[Literal["compile", "none"], str]:
-    """Return whether the layers run compiled, `compile` or `none`, and why `auto` leaves them as they are.
-
-    All ranks must call it, and choose alike. Raises UserError: `model.fused` is `compile`, and torch cannot compile
-    here.
-    """
+    """Return `compile` or `none`, and why `auto` does not compile; on all ranks. Raises UserError: torch cannot."""
     if config.model.fused == "compile":
         check_compiler(world.device)
     if config.model.fused != "auto" or world.device.type != "cuda":

@@ -97,7 +97,6 @@ def describe_variant(pack: PackConfig) -> str:
 
 
 def _domains_without_held_out(store: TokenStore, split: Split) -> list[str]:
-    """Return the domains of two documents or more of which none is held out."""
     if not len(split.held_out):
         return []
     counts, held = (
@@ -124,7 +123,6 @@ def _left_out(store: TokenStore, dropped: int, too_long: int) -> str:
 
 
 def _copies(store: TokenStore, split: Split) -> str:
-    """Return, in words, how many documents have the same text, and what was done about it."""
     moved = f"; {split.moved:,} changed sides, so that none trains whose copy is held out" if split.moved else ""
     return f"{store.copies:,} of {len(store):,} documents hold the text of another{moved}"
 

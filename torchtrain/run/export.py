@@ -109,9 +109,7 @@ def model_card(
     anchor: str = "",
     noted: NotedAnchor | None = None,
 ) -> str:
-    """Return a README.md for an exported model: how it was trained, how to load it, what a prompt begins with, and
-    notes for other readers.
-    """
+    """Return an exported model's README.md: its training, how to load it, how prompts begin, notes for readers."""
     pack, train = config.pack, config.train
     tokens = step * train.sequences_per_step * pack.sequence_length
     base = _SMOLLM2_ID if config.model.source == SMOLLM2 else config.model.source

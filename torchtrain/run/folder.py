@@ -48,11 +48,7 @@ _ATTEMPTS, _SECONDS_BETWEEN = 10, 0.5
 
 
 class Outputs(BaseModel):
-    """The content of `outputs.json`: what the run has exported.
-
-    `models` holds the files of each exported folder, by its path in the run's folder; `finished` is the number of steps
-    of a run that is finished.
-    """
+    """What the run has exported: files by folder, and the steps of a run that is finished (`outputs.json`)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -61,10 +57,7 @@ class Outputs(BaseModel):
 
 
 class RunFolder:
-    """The folder of a run, `run.folder`. Creating the object touches nothing on the disk.
-
-    Raises UserError: no folder can have this path, or it leads through a link to nothing.
-    """
+    """The folder of a run; creating the object touches no disk. Raises UserError: no folder can have this path."""
 
     def __init__(self, path: str | Path) -> None:
         self.written = Path(path)
@@ -160,7 +153,6 @@ class RunFolder:
             yield replaced
 
     def _move_aside(self) -> Path:
-        """Rename the folder to FOLDER.replaced-N; return the new path."""
         names = (f"{self.path.absolute().name}.replaced-{number}" for number in range(1, 1 << 30))
         aside = next(path for path in map(self.path.absolute().with_name, names) if not os.path.lexists(path))
         with hold(self.lock):
@@ -189,9 +181,7 @@ class RunFolder:
             ) from None
 
     def read_config(self, overrides: Sequence[str] = ()) -> Config:
-        """Return the config that the run wrote, with overrides. Raises UserError: it is damaged: says where else it
-        stands; or an override does not fit.
-        """
+        """Return the run's own config, with overrides. Raises UserError: it is damaged, or an override does not fit."""
         try:
             load_config(self.config)
         except UserError as error:
@@ -202,9 +192,7 @@ class RunFolder:
         return load_config(self.config, overrides)
 
     def check_places(self, config: Config) -> None:
-        """Refuse a relative path of a config that is not here, and is where the run began. Raises UserError: names that
-        folder.
-        """
+        """Refuse a relative path that is not here but where the run began. Raises UserError: names that folder."""
         began = self.check_run().began_in
         for field, place in _places_read(config.model.source, config.data):
             if field != "data.cache" and not _is_there("", place) and _is_there(began, place):
@@ -220,16 +208,12 @@ class RunFolder:
             timing.write("begin", {"step": step, **place, "base": str(base.resolve())})
 
     def last_start(self) -> dict[str, Any] | None:
-        """Return what `note_start` wrote last; None if the run was never started. Raises UserError: `timing.jsonl` is
-        damaged.
-        """
+        """Return what `note_start` wrote last; None if nothing. Raises UserError: `timing.jsonl` is damaged."""
         starts = [event for event in read_metrics(self.timing) if event["event"] == "begin"]
         return starts[-1] if starts else None
 
     def last_saved(self) -> int | None:
-        """Return the last step that was saved, by `timing.jsonl`; None if there was none. Raises UserError: the file is
-        damaged.
-        """
+        """Return the last saved step of `timing.jsonl`; None if there was none. Raises UserError: it is damaged."""
         return last_saved(read_metrics(self.timing))
 
     def check_shared(self, record: FileEntry) -> None:
@@ -247,9 +231,7 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished and its model exists. Only the sizes of the model's files are checked. Raises
-        UserError: `outputs.json` is damaged. Raises OSError.
-        """
+        """Whether the run is finished and its model there, by size. Raises UserError: damage. Raises OSError."""
         outputs = self._read_outputs()
         return outputs.finished is not None and find_change(self.model, outputs.models.get(MODEL, {}), False) is None
 
@@ -263,9 +245,7 @@ class RunFolder:
         return models
 
     def last_models(self, last: int) -> list[tuple[str, int | None, Path]]:
-        """Return name, step (None: not known) and folder of the last exported models; the trained one comes last.
-        Raises UserError: the run has exported none yet, or `outputs.json` is damaged.
-        """
+        """Return (name, step or None, folder) of the last exports, the trained model's last. Raises UserError: none."""
         models: list[tuple[str, int | None, Path]] = [
             (path.name, step_of(path.name), path) for path in self.exports_of_steps()
         ]
@@ -284,9 +264,7 @@ class RunFolder:
     # --- exporting into it --------------------------------------------------------------------------------------------
 
     def has_export(self, target: Path) -> bool:
-        """Whether an export of this run exists. Every byte of it is checked. Raises UserError: it is not what was
-        exported, or something else has its name. Raises OSError.
-        """
+        """Whether this export is there, every byte checked. Raises UserError: it has changed. Raises OSError."""
         if not os.path.lexists(target):
             return False
         files = self._read_outputs().models.get(self._name(target))
@@ -297,10 +275,7 @@ class RunFolder:
 
     @contextmanager
     def new_export(self, target: Path) -> Iterator[Path]:
-        """Yield a new folder for the files of an export; list them and give it its name when the block ends.
-
-        No file of an export that fails or is interrupted is left.
-        """
+        """Yield a new folder for an export. When the block ends its files are listed and it gets its name."""
         partial = target.with_name(target.name + PARTIAL)
         remove_tree(partial)
         try:
@@ -322,9 +297,7 @@ class RunFolder:
     # --- going back to an earlier step --------------------------------------------------------------------------------
 
     def check_later_exports(self, step: int, last: int) -> None:
-        """Refuse models of steps after `step`, the trained one after `last` included, with files that the run did not
-        export.
-        """
+        """Refuse models after `step`, the trained one (`last`) too, with files that the run did not export."""
         models = self._read_outputs().models
         for folder in self._later_exports(step, last):
             listed = models.get(self._name(folder), {})
@@ -369,7 +342,6 @@ class RunFolder:
             raise UserError(f"{self.outputs}: is damaged: {place} {error.errors()[0]['msg']}"[:400]) from None
 
     def _write_outputs(self, outputs: Outputs, **changes: Any) -> None:
-        """Change some fields, in the object and in the file."""
         for name, value in changes.items():
             setattr(outputs, name, value)
         outputs.models = dict(sorted(outputs.models.items()))  # the same models always give the same bytes
@@ -391,11 +363,7 @@ class RunFolder:
 
 
 def find_change(folder: Path, files: Mapping[str, FileEntry], whole: bool) -> str | None:
-    """Return how an exported folder differs from `files`, or None. Files that are not listed do not count.
-
-    whole: read the content of its files, not only their sizes.
-    Raises OSError: a file cannot be read.
-    """
+    """Return how an exported folder differs from `files` (in content if `whole`), or None. Raises OSError."""
     for name, entry in sorted(files.items()):
         if (fault := differs(folder / name, entry, whole)) is not None:
             return f"{folder / name}: {fault}"
@@ -411,7 +379,6 @@ def _places_read(source: str, data: DataConfig) -> Iterator[tuple[str, str]]:
 
 
 def _is_there(folder: str, place: str) -> bool:
-    """Whether a path or a pattern is in a folder."""
     found = [place, *glob.iglob(place, root_dir=folder, recursive=True)]
     return any(os.path.lexists(os.path.join(folder, one)) for one in found)
 

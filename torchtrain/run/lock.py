@@ -19,11 +19,7 @@ _ATTEMPTS, _SECONDS_BETWEEN = 5, 0.2
 
 @contextmanager
 def hold(lock: Path) -> Iterator[None]:
-    """Hold a run for as long as the block lasts.
-
-    lock: a file in the run's folder; it is made if it is missing.
-    Raises UserError: another process holds the run; the folder cannot be written; or its disk has no locks.
-    """
+    """Hold a run by a lock on this file, made if it is missing. Raises UserError: another process has it; no locks."""
     try:  # open for writing, because NFS gives the lock to nobody else
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
     except OSError as error:

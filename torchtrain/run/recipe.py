@@ -273,9 +273,7 @@ class Trainer:
         after_row: Callable[[], None] = lambda: None,
         counter: FlopCounter | None = None,
     ) -> HeldOut:
-        """Measure the held-out loss of the model as it is now, and write it into the journal; empty without such rows.
-        With `counter`, estimates of the time are logged.
-        """
+        """Measure and log the held-out loss now; empty without such rows. counter: log estimates of the time, too."""
         setup, strategy, train = session.setup, session.strategy, self.config.train
         losses = HeldOut(setup.store.domains, setup.source.own_positions)
         if not setup.held_out:
@@ -312,10 +310,7 @@ class Trainer:
     def _log_estimate(
         self, setup: Setup, counter: FlopCounter, held_out: float, seconds: float, speed: str, passes: int = 1
     ) -> None:
-        """Estimate the run's time: so many passes over the held-out rows, whose FLOPs take so many seconds, and steps.
-
-        A backward pass often runs at a lower rate than these forward passes, and other work slows down either.
-        """
+        """Estimate the run's time by held-out passes of so many FLOPs and seconds; a backward pass is often slower."""
         train, first_rows = self.config.train, range(min(self.config.train.sequences_per_step, 8))
         again = 4 / 3 if setup.record.activation_checkpointing else 1  # at most one more forward pass
         per_row = [again * counter.flops(*_sizes(setup.rows.row_at(n))) for n in first_rows]
@@ -328,7 +323,6 @@ class Trainer:
         )
 
     def _answer(self, name: str) -> None:
-        """Say at once what a signal of this name does."""
         how, kept = "ends when the operation that runs now is done", ""
         if self.session is not None and self.termination.deferred:
             how = "finishes the step that runs now, saves it, and ends"
@@ -346,9 +340,7 @@ class Trainer:
         return asked > 0
 
     def _evaluate(self, session: Session) -> None:
-        """Run the suite of `evaluation` if it is due after this step. A signal is obeyed between two batches. A failed
-        evaluation is logged and does not end the run.
-        """
+        """Run the suite of `evaluation` if it is due; signals are obeyed between batches, and a failure ends no run."""
         if self.evaluation is not None and self.evaluation.due(session.step, self.config.train.steps):
             setup = session.setup
             self.evaluation.measure(
@@ -392,9 +384,7 @@ def _sizes(row: Mapping[str, np.ndarray]) -> tuple[int, int, int]:
 
 
 def make_evaluation(config: Config, world: World) -> "TrainingEvaluation | None":
-    """Return the suite that a run is measured with while it trains; None: there is none. Raises UserError: the run is
-    spread over processes, or the suite does not fit.
-    """
+    """Return the suite of a training, if there is one. Raises UserError: several processes, or it does not fit."""
     if not config.evaluation.every:
         return None
     if world.size > 1 or config.distributed.zero_stage:

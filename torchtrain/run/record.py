@@ -50,9 +50,7 @@ class RunRecord(BaseModel):
     corpus: Corpus
 
     def training(self) -> Training:
-        """Return how the run's models are trained. Raises UserError: `config` is no config, or `identity` holds
-        something else than a run's.
-        """
+        """Return how the run's models are trained. Raises UserError: `config` or `identity` is not a run's."""
         config = validate(Config, self.config, "the run's config")
         pack, data = config.pack, self.identity.get("data", {})
         found = {

@@ -44,9 +44,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w. :-]")  # of MLflow's metrics; a domain may ha
 def make_progress_printer(
     console: Console, spinner: Status, log: Callable[[str], None]
 ) -> Callable[[data.PreparationProgress], None]:
-    """Return a function that shows the progress of tokenising: next to the spinner on a terminal; elsewhere as a line
-    when the state changes, and one every few seconds.
-    """
+    """Return what shows the progress of tokenising: by a spinner, or lines when the state or some seconds pass."""
     if console.is_terminal:
         return lambda progress: spinner.update(Text(str(progress)))
     state, printed = "", 0.0
@@ -62,9 +60,7 @@ def make_progress_printer(
 
 
 class Display:
-    """The progress of a run, a context manager: bars on a terminal; anywhere else a line a step, and one every half
-    minute within a step.
-    """
+    """A run's progress, a context manager: bars on a terminal, else a line a step, and one every half minute within."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -168,9 +164,7 @@ def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def draw(events: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Draw training loss (all and per domain) over tokens seen, and held-out losses. One domain is drawn once, and
-    training loss only of domains that steps trained on.
-    """
+    """Draw training loss (all, and per domain trained on) over tokens seen, and held-out losses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -276,7 +270,6 @@ class Journal:
 
     log: the services that get its numbers.
     folder: the run's, which is there.
-    world: this rank's place.
     console: takes the progress.
     """
 
@@ -353,9 +346,7 @@ class Journal:
             send(dict(_numbers(event, name)), step)
 
     def finish(self, step: int) -> None:
-        """Plot the losses, and note that the run is finished. Raises UserError, OtherRankFailed: the disk does not take
-        it.
-        """
+        """Plot the losses; note that the run is finished. Raises UserError, OtherRankFailed: the disk takes nothing."""
         with self._world.together():
             if self._leads:
                 self._folder.finish(step, plot(read_metrics(self._folder.metrics)))

@@ -31,11 +31,7 @@ from torchtrain.training.strategy import Strategy
 
 
 class Session:
-    """Saves, resumes and exports a run between two steps.
-
-    All ranks make one and call it alike; rank 0 writes what is common. A checkpoint holds the digest of the file
-    `metrics`.
-    """
+    """Saves, resumes and exports a run between two steps, on all ranks alike; rank 0 writes what is common."""
 
     def __init__(
         self,
@@ -82,10 +78,7 @@ class Session:
 
     @property
     def saves_now(self) -> bool:
-        """Whether this step saves.
-
-        The last one does, so that nothing is lost while the model is evaluated and exported.
-        """
+        """Whether this step saves. The last one does: nothing is lost while the model is evaluated and exported."""
         save, steps = self._config.save, self._config.train.steps
         return self.step in save.before_last(steps) or (self.step == steps and save.every > 0)
 
@@ -161,9 +154,7 @@ class Session:
         started: float,
         held: float | None = None,
     ) -> None:
-        """Write a step's checkpoint, in the main thread or in the background, and log that. `held`: seconds that
-        training waited; None: until all is written.
-        """
+        """Write and log a step's checkpoint, here or in a thread. held: seconds that training waited; None: all."""
         size = self.checkpoints.save(state, manifest, step, self._config.save.keep, world)
         seconds = time.perf_counter() - started
         event = {"step": step, "seconds": seconds, "held": seconds if held is None else held, "bytes": size}
@@ -173,24 +164,18 @@ class Session:
 
     @property
     def written(self) -> bool:
-        """Whether this rank has written its part of a save that `finish_saves` was not called for yet. Raises
-        Exception: it failed, and the other ranks do not know.
-        """
+        """Whether this rank has written its part of an unfinished save. Raises Exception: it failed here alone."""
         return self._background.has_ended()
 
     def finish_saves(self) -> None:
-        """Wait for the save that is being written, if there is one. All ranks call it. Raises UserError: it could not
-        be written; see `Checkpoints.save`.
-        """
+        """Wait, on all ranks, for the save that is being written. Raises UserError: as `Checkpoints.save`."""
         if self._background.busy:
             self._background.finish()
             self._saved = self._begun
 
     @contextmanager
     def finish_save_on_error(self) -> Iterator[None]:
-        """However the block ends, finish the save that is being written. What the save failed by replaces what the
-        block raised where that only stopped it.
-        """
+        """Finish a save however the block ends; its failure replaces an error that only stopped the block."""
         try:
             yield
             self.finish_saves()
@@ -211,10 +196,7 @@ class Session:
             raise
 
     def export(self, target: Path) -> None:
-        """Leave the model as it is now in a folder, unless it is there already: a step always gives the same one.
-
-        Raises UserError: it cannot be written, something else has its name, or a weight is not finite. No file is left.
-        """
+        """Leave the model in a folder unless it is there. Raises UserError: it cannot be, or a weight is not finite."""
         world = self.strategy.world
         with world.together():
             there = self._leads and self._folder.has_export(target)

@@ -76,9 +76,7 @@ class Start:
         return None if self.record is None else self.record.identity
 
     def check(self, identity: Mapping[str, Any]) -> None:
-        """Refuse to resume with another identity than the run began with; `identity` may lack parts that are not known
-        yet.
-        """
+        """Refuse to resume with another identity than the run's; `identity` may lack parts that are not known yet."""
         if self.identity is not None:
             check_identity(self.identity, identity)
 
@@ -248,9 +246,7 @@ def load_model(
 
 
 def count_steps(train: TrainConfig, rows: PackedRows) -> int:
-    """Return the steps of a new run: `train.steps`, or those of `train.epochs`. Raises UserError: the schedule needs
-    more.
-    """
+    """Return a new run's steps, as set or by `train.epochs`. Raises UserError: too few for the schedule."""
     if train.epochs is None:
         return train.steps
     steps = -(-rows.count(train.epochs) // train.sequences_per_step)

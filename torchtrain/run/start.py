@@ -137,7 +137,6 @@ def _note_start(folder: RunFolder, step: int, setup: Setup) -> None:
 
 
 def _check_shared(folder: RunFolder, world: World) -> None:
-    """Check that all ranks see the run that rank 0 sees."""
     record = world.from_first(entry_of(folder.record) if world.rank == 0 else NOTHING)
     with world.together():
         folder.check_shared(record)

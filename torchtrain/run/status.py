@@ -20,9 +20,7 @@ _LONGEST = 8.6e13  # seconds that timedelta takes
 
 
 def status_lines(folder: Path) -> Iterator[str]:
-    """Yield lines on the progress of a run. Raises UserError: the folder holds no run, or its record is damaged.
-    Another damaged file is a line.
-    """
+    """Yield lines on a run's progress, one for a damaged file, too. Raises UserError: there is no run, or no record."""
     try:
         yield from _lines(folder)
     except OSError as error:

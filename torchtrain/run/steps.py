@@ -29,9 +29,7 @@ class _StoppedError(Exception):
 
 
 def check_finite(strategy: Strategy, when: str, advice: str) -> None:
-    """Refuse weights, masters and moments of this rank that are not finite, and name the tensor. `when`, `advice`: for
-    the message.
-    """
+    """Refuse weights, masters and moments that are not finite; name the tensor. `when`, `advice`: for the message."""
     if (name := first_not_finite(_tensors_of(strategy))) is not None:
         raise UserError(f"{name} is not finite {when}; {advice}")
 
@@ -141,7 +139,6 @@ def take_steps(
 
 
 def _leave_out(strategy: Strategy, guard: Guard, number: int, fault: str, result: StepResult) -> None:
-    """Note a bad step, or end the run with it."""
     with strategy.world.together():
         # Weights that are not numbers make every step a bad one: leaving steps out would be of no use.
         check_finite(strategy, f"before step {number}", f"so {fault}; lower train.learning_rate and train anew")

@@ -53,9 +53,7 @@ class Termination:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Only set `asked` when a signal comes while the block lasts: the block ends when it suits it. Raises
-        Terminated: one came before, and a library kept it from ending the process.
-        """
+        """Only set `asked` on a signal in the block. Raises Terminated: one came before, and a library kept it back."""
         self.obey()
         self._noting = True
         yield

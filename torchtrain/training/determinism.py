@@ -17,10 +17,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
-    """Use torch's deterministic algorithms in the block if `asked` (`train.deterministic`).
-
-    An operation that has none raises an error with its name.
-    """
+    """Use torch's deterministic algorithms in the block if `asked`; an operation that has none raises an error."""
     if not asked:
         yield
         return

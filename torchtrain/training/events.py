@@ -52,9 +52,7 @@ class MetricsFile:
             self._file.close()
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append a line with the event's name and its values; null for a number that is not finite. Raises UserError:
-        the line could not be written.
-        """
+        """Append an event's line; null for a number that is not finite. Raises UserError: it could not be written."""
         if self._file is None or self._path is None:
             return
         left = memoryview((json.dumps(finite({"event": event, **values}), allow_nan=False) + "\n").encode())
@@ -186,9 +184,7 @@ def read_metrics(path: Path, last: int | None = None) -> list[dict[str, Any]]:
 
 
 def _read_end(path: Path, lines: int) -> tuple[int, bytes]:
-    """Return where the end of a file begins that has more than so many of its last lines, and the end; a short file
-    whole.
-    """
+    """Return where the end of a file begins that has more than its last `lines`, and that end; a short file whole."""
     size, length = path.stat().st_size, 1 << 16
     while True:
         start = max(0, size - length)
@@ -203,10 +199,7 @@ def _read_end(path: Path, lines: int) -> tuple[int, bytes]:
 
 
 def last_saved(events: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the last saved step from the events of `timing.jsonl`; None if the run has no checkpoint.
-
-    A `begin` event at a step means that the later checkpoints are gone.
-    """
+    """Return the last saved step of `timing.jsonl`, or None; a `begin` says that later checkpoints are gone."""
     steps = [event["step"] for event in events if event["event"] in ("begin", "save")]
     return steps[-1] or None if steps else None
 

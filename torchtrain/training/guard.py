@@ -62,9 +62,7 @@ class Guard:
             self.recent.append(loss)
 
     def leave_out(self, step: int, fault: str, values: Mapping[str, Any]) -> None:
-        """Record a bad step (from 1), which updated no weights, with its fault and more values for the file. Raises
-        UserError: more bad steps than `skip_bad_steps`, on all ranks alike. Raises OSError: the file cannot be written.
-        """
+        """Record a bad step (from 1) and its fault. Raises UserError: more than `skip_bad_steps`. Raises OSError."""
         path = self._folder / f"step-{step:08d}.json"
         if self._writes:
             self._folder.mkdir(exist_ok=True)
@@ -82,7 +80,6 @@ class Guard:
         )
 
     def _rows_of(self, step: int) -> list[dict[str, Any]]:
-        """Return a step's rows: for each the number for `PackedRows.row_at`, and its documents."""
         store, count = self._rows.store, self._train.sequences_per_step
         rows = []
         for number in range((step - 1) * count, step * count):

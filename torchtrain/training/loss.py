@@ -85,10 +85,7 @@ def _sum(losses_n: Tensor, labels: Labels) -> Tensor:
 def _losses(
     logits_nV: Tensor, labels_n: Tensor, scale: float | Tensor | None, rule: LogitRule
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses [n], and `scale` times the gradient of the logits [n, V], which overwrites them.
-
-    A scale is one number, or [n, 1]. Without a scale there is no gradient, and the logits are overwritten all the same.
-    """
+    """Return the losses [n] and `scale` times the gradient of the logits, in place. scale: number, [n, 1] or None."""
     labels_n1 = labels_n[:, None]
     slope_nV, factor = None, rule.factor / rule.divisor
     if factor != 1:

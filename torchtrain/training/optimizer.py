@@ -65,7 +65,6 @@ class Optimizer:
 
         If the norm is not finite, no weight is updated.
 
-        learning_rate: of this step.
         known: the value of `norm` if the caller has read it; otherwise this waits for the device.
         """
         norm = self.norm() if known is None or self._norm is None else self._norm
@@ -116,7 +115,6 @@ class Optimizer:
                 self._sums.note(master)
 
     def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the parameters that have a separate master."""
         return [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
 
 

@@ -14,7 +14,6 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     1 - sqrt (arXiv 2405.18392); the first of them has the peak.
 
     step: 0 .. steps - 1.
-    train: with peak, schedule, warmup and steps.
     """
     assert 0 <= step < train.steps
     if step < train.warmup_steps:

@@ -50,10 +50,7 @@ class StepResult:
 def step_batches(
     rows: Rows, step: int, train: TrainConfig, domains: Sequence[str], world: World = ALONE, engine: str = ""
 ) -> list[MicroBatch]:
-    """Return this rank's micro-batches of a step, on the host. A step's rows are the same for every number of ranks.
-
-    `engine` is that of `make_micro_batch`.
-    """
+    """Return this rank's micro-batches of a step, on the host; the step's rows are the same for any number of ranks."""
     numbers = assign_rows(step * train.sequences_per_step, train.sequences_per_step, train.micro_batch, world)
     batches = [stack_rows([rows.row_at(i) for i in micro_batch]) for micro_batch in numbers]
     return make_micro_batches(batches, domains, world, engine)
@@ -82,7 +79,6 @@ def take_step(
     batches: from `step_batches`.
     domains: names, by index.
     step: its number, from 0.
-    train: settings.
     fault_of_loss: returns what is wrong with the mean loss, or None. With a fault no weight is updated.
     on_losses: as for `accumulate`.
     """
@@ -132,9 +128,6 @@ def accumulate(
 
 
 def sum_weights(batches: Sequence[MicroBatch], world: World) -> float:
-    """Return the sum of the weights of a step's labelled tokens on all ranks, by which every rank divides its losses.
-
-    Without weights it is their number.
-    """
+    """Return the sum of the step's weights (without weights, of its labelled tokens) over all ranks."""
     (weight,) = world.sum([sum(batch.labels.weight for batch in batches)])
     return weight

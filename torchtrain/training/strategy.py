@@ -79,7 +79,6 @@ class Strategy(ABC):
 
         If the norm is inf or nan, no weight is updated.
 
-        learning_rate: of this step.
         norm: the value of `norm` if the caller has read it.
         """
 
@@ -100,8 +99,6 @@ def make_strategy(model: "PreTrainedModel", attention: str, config: Config, worl
 
     model: loaded on every rank; with stage 3 its parameters are cut up already.
     attention: the engine, from `torchtrain.attention.resolve_engine`.
-    config: of the run.
-    world: of this rank.
     """
     if not config.distributed.zero_stage and world.sequence_parallel == 1:
         return Replicated(model, config.train, world)
@@ -115,7 +112,6 @@ class Replicated(Strategy):
 
     model: on this rank's device.
     train: settings of the optimizer; None for evaluation only.
-    world: of this rank.
     """
 
     def __init__(self, model: "PreTrainedModel", train: TrainConfig | None, world: World = ALONE) -> None:

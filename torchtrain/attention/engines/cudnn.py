@@ -64,8 +64,7 @@ def attend_cudnn(
 ) -> tuple[Tensor, Tensor]:
     """Attend with one call. Returns out [B, T, H, D] and the detached float32 log-sum-exp [B, H, T].
 
-    The backward pass is deterministic where `torch.use_deterministic_algorithms(True)` is set. Raises UserError: as
-    `check_cudnn`; sinks, a soft cap or a window.
+    Raises UserError: as `check_cudnn`; sinks, a soft cap or a window.
     """
     if layer.sinks_H is not None or layer.softcap is not None or layer.window is not None:
         raise UserError("attention cudnn: no attention sinks, soft caps or windows; choose flash or flex")

@@ -54,9 +54,7 @@ NEWER = {
 
 
 def find_kernel(engine: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return what runs `flash`, `flash3` or `flash4` on this device in this dtype. Raises UserError: no kernel for this
-    device or dtype, or a package that is missing or cannot be imported.
-    """
+    """Return what runs `flash`, `flash3` or `flash4` on this device in this dtype. Raises UserError: nothing can."""
     if device.type != "cuda":
         # torch has no FlashAttention kernel off CUDA; a kernel somebody registered (the tests do, on a CPU) counts.
         own = engine == "flash" and torch._C._dispatch_has_kernel_for_dispatch_key(
@@ -90,10 +88,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def _import_flash_attn() -> Callable[..., Any] | None:
-    """Import flash-attn's varlen function; None where the package is not installed.
-
-    flash-attn-4 alone makes a package `flash_attn` without it.
-    """
+    """Import flash-attn's varlen function; None where it is not installed (flash-attn-4 alone does not have it)."""
     try:
         return importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func
     except ModuleNotFoundError as error:

@@ -45,7 +45,6 @@ _BLOCK_BEFORE = _Call((slice(1, None), slice(None, -1)), (slice(None, -1), slice
 
 
 def _calls(q: Tensor) -> tuple[_Call, ...]:
-    """Return the calls that queries [B, H, b, W, D] need."""
     more = q.shape[2] > 1 and q.shape[3] > 1
     return (_OWN_BLOCK, _BLOCK_BEFORE) if more else (_OWN_BLOCK,)
 

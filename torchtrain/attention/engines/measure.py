@@ -47,9 +47,7 @@ class Heads:
 
 
 def check_engine(engine: str, heads: Heads) -> None:
-    """Compare an engine's output and gradients with `dense` in float64. Raises UserError: they break the error rule, or
-    the engine cannot run here.
-    """
+    """Judge an engine's output and gradients by `dense` in float64. Raises UserError: they are wrong, or none."""
     plan = make_plan(torch.tensor([_ROW])).to(heads.device)
     qkv, weight = _draw(heads, len(_ROW))
     truth, reference = (
@@ -82,9 +80,7 @@ def list_candidates() -> list[str]:
 def measure_engines(engines: Sequence[str], rows: Sequence[AttentionPlan], heads: Heads) -> dict[str, float | str]:
     """Measure each engine's forward and backward pass on the last of the rows, after the others.
 
-    engines: names.
     rows: plans of one row each.
-    heads: of one rank.
     Returns seconds, or why the engine cannot be chosen; under torch's deterministic algorithms also because its bits
         differ from one time to the next.
     """
@@ -147,7 +143,6 @@ def _draw(heads: Heads, tokens: int) -> tuple[list[Tensor], Tensor]:
 
 
 def _attend(plan: AttentionPlan, engine: str, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the output, and the gradients of q, k and v."""
     *qkv, weight = tensors
     leaves = [x.detach().requires_grad_() for x in qkv]
     with torch.enable_grad():

@@ -63,9 +63,7 @@ def _members(manager: Any, name: str) -> list[str]:
 
 @functools.cache
 def leaves(name: str, include: str | None = None) -> tuple[str, ...]:
-    """Return the tasks of a group or tag; of a task itself. `include` is a folder of task files. Raises UserError:
-    there is no such task.
-    """
+    """Return a group's or tag's tasks, or the task. include: folder of task files. Raises UserError: there is none."""
     return (name,) if is_ruler(name) else tuple(_members(_manager_of(name, include), name))
 
 
@@ -73,7 +71,6 @@ def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrain
     """Return a task with its samples.
 
     length: tokens of a prompt and its answer, at most.
-    materials: of RULER's tasks, and the suite.
     folder: of the model, for tasks that make their own samples.
     Raises CannotRunError: its data are missing, or the length leaves no room.
     Raises UserError: its data are damaged.

@@ -49,9 +49,7 @@ class Materials:
 
     @cached_property
     def haystack(self) -> list[str]:
-        """The haystack's words, in the order of its documents. Raises CannotRunError: the suite names none. Raises
-        UserError: it cannot be read, or holds nothing.
-        """
+        """The haystack's words, in order. Raises CannotRunError: none is named. Raises UserError: it holds nothing."""
         haystack = self.suite.haystack
         if haystack is None:
             raise CannotRunError("haystack is not set")

@@ -61,10 +61,7 @@ def prompt_of(sample: Sample) -> str:
 
 
 def score(doc: Sample, results: list[str]) -> dict[str, float]:
-    """Return RULER's score: the share of the answers that the model's text contains, in upper case or lower.
-
-    For a question (qa) any one answer is enough. lm-eval takes the share there, too.
-    """
+    """Return RULER's score: the share of answers in the model's text, any case; of a question (qa) one is enough."""
     from lm_eval.tasks.ruler.common_utils import postprocess_pred
 
     text = postprocess_pred(results)[0].lower()
@@ -248,7 +245,6 @@ def _make(wanted: _Wanted) -> list[Sample]:
 
 
 def _sentences(kind: str, text: str) -> list[str]:
-    """Split a text as `haystack.sentences` says."""
     import nltk
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
