@@ -1,10 +1,8 @@
-"""Which library multiplies float32 matrices inside torch's attention kernel on a CPU, where a model is in half
-precision: oneDNN, where that is exact.
+"""Which library multiplies float32 matrices inside torch's attention kernel on a CPU: oneDNN, where that is exact.
 
-torch hands a kernel's blocks to MKL, which on an AMD processor takes its AVX2 kernel. To oneDNN it hands them when they
-may be rounded to bfloat16 first. oneDNN does round where the processor multiplies tiles of bfloat16 (AMX), and nowhere
-else: without tiles the same float32 products come out, about twice as fast on an AMD EPYC with AVX-512 (docs/LOG.md).
-So it is asked where there are no tiles, and where a product that a rounding would change is seen not to change.
+torch hands a kernel's blocks to MKL, which takes AVX2 on an AMD processor, or to oneDNN when they may be rounded to
+bfloat16 first. oneDNN rounds only where the processor multiplies tiles of bfloat16 (AMX); elsewhere the same float32
+products come out, about twice as fast on an AMD EPYC with AVX-512 (docs/LOG.md). So it is used where it shows that.
 
 Upstream: aten/src/ATen/native/CPUBlas.cpp (gemm), aten/src/ATen/native/mkldnn/Matmul.cpp (use_mkldnn_bf32_matmul).
 """

@@ -1,10 +1,8 @@
 """Matrix products of a bfloat16 model on a CPU without fast bfloat16 products: in float32, each rounded once.
 
-A CPU with AVX2 alone can multiply bfloat16 matrices up to 50 times slower than float32 matrices (docs/LOG.md).
-Weights and activations stay in bfloat16. A product converts its two matrices, multiplies in float32 and rounds the
-result to bfloat16. bfloat16 kernels round at the same place: they sum in float32, too. Only the order of sums differs.
-
-The CPU's flags do not say how fast its kernels are, so a process measures the three products of a linear layer once.
+A CPU with AVX2 alone can multiply bfloat16 matrices up to 50 times slower than float32 ones (docs/LOG.md), and its
+flags do not say so: a process measures the three products of a linear layer once. bfloat16 kernels sum in float32 and
+round at the same place; only the order of sums differs.
 
 Legend: n tokens · I, O input and output width of a layer.
 """

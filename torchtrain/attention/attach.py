@@ -270,7 +270,8 @@ def _check_masks(
         if tokens is not None and runs_whole(decoder) and not holds_documents(decoder) and not generates:
             raise UserError(MISSING)  # it would take a row for one document
         return None  # the attention layers refuse it, or it generates
-    given = mask, tokens.shape[1], kwargs.get("position_ids"), _positions(decoder)
+    held = getattr(decoder.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    given = mask, tokens.shape[1], kwargs.get("position_ids"), held
     if torch.compiler.is_compiling():
         kwargs = kwargs | {"document_ids": torch.ops.anchorline.check_masks(document_ids, *given)}
     else:
@@ -290,10 +291,6 @@ def _check_given_mask(
         raise UserError(NOT_HONOURED)
     if not _has_documents(mask, document_ids):
         raise UserError("attention_mask: its segments are not the documents of document_ids or position_ids; remove it")
-
-
-def _positions(decoder: PreTrainedModel) -> int | None:
-    return getattr(decoder.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def _check_length(model: Any, held: int | None, tokens: int, position_ids: Tensor | None) -> None:

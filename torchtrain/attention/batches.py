@@ -1,8 +1,7 @@
 """Stacks segments of similar length, so that many short documents need few calls of a kernel.
 
-Each segment is padded at its end with copies of its last token. The padded length depends on the segment's own length
-alone, so a segment's numbers do not depend on the others. Under a causal mask no token of the segment sees the padding,
-and the padding's output is thrown away. So it needs no mask and has a gradient of zero.
+Each segment is padded at its end with copies of its last token, to a length that depends on its own alone. Under a
+causal mask no token sees the padding, whose output is thrown away: it needs no mask and has a gradient of zero.
 
 Legend: M gathered keys · P the same, padded and by batches · S segments.
 """

@@ -90,7 +90,10 @@ def read_mask(
         elif local_size < row and setting == "sliding_window":
             window = local_size
         elif local_size < row:
-            refusal = length_refusal(setting, local_size, row)
+            refusal = (
+                f"{setting}: {local_size} would hide keys of a row of {row} tokens, which `anchor` does not honour; "
+            )
+            refusal += f" shorten the row, or set config.{setting}=None where the model is trained to see that far"
     if refusal is None and window is None:
         return None
     mask = torch.zeros((), dtype=torch.bool).expand(1, 1, row, row)
@@ -151,11 +154,3 @@ def window_of(mask: Any) -> int | None:
     if isinstance(says, str):
         raise UserError(says)
     return says
-
-
-def length_refusal(setting: str, length: int, tokens: int) -> str:
-    """Return the message that a row is longer than a chunk of attention."""
-    return (
-        f"{setting}: {length} would hide keys of a row of {tokens} tokens, which `anchor` does not honour; shorten the "
-        f"row, or set config.{setting}=None where the model is trained to see that far"
-    )

@@ -1,18 +1,12 @@
 """Runs layers that carry a state (Mamba, gated delta nets, short convolutions) one document at a time.
 
-Each document starts from the state at the end of the anchor. So a layer runs once for each document, on the anchor's
-tokens followed by the document's, and only the outputs of the document's tokens are kept. The anchor also runs alone.
-Without an anchor a document starts from the layer's initial state. The output at padding is zero. This definition is
-ours. It is like attention's, where the anchor's keys and values are the same for every document.
+Each document starts from the state at the end of the anchor, or without one from the initial state: a layer's own
+forward runs on the anchor's tokens followed by the document's, whose outputs alone are kept. The definition is ours; it
+is like attention's. Documents of similar length are stacked (`torchtrain.attention.batches`). `separate_model` runs a
+whole model so, for families whose attention no engine computes.
 
-The layer's own forward computes everything: by its kernels where they are installed, in plain torch elsewhere.
-Documents of similar length are stacked and padded at their ends (`torchtrain.attention.batches`). In these layers a
-later token does not change an earlier one.
-
-`separate_model` runs a whole model in the same way, for families whose attention computes what no engine does.
-
-`document_ids` and the plan reach a layer as keyword arguments. Gradient checkpointing passes them to the second forward
-pass, too. The decoder layers of some families do not pass them on (`_HANDS_NOTHING_ON`); hooks do it for them.
+`document_ids` and the plan reach a layer as keyword arguments, in a recomputation, too. The decoder layers of some
+families do not pass them on (`_HANDS_NOTHING_ON`); hooks do it for them.
 
 Legend: B batch · T tokens of a row · M model width · S documents of similar length L · P gathered tokens, padded.
 """

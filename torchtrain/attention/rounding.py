@@ -1,7 +1,6 @@
-"""Rounds queries and keys to few mantissa bits, in a model that otherwise computes in float32.
+"""Rounds queries and keys to few mantissa bits, in a model that otherwise computes in float32; gradients, too.
 
-After RoPE the rounding depends on a token's position, as in training in bfloat16. Scores then depend on more than the
-distance. Before RoPE the same rounding leaves scores relative. Gradients are rounded where values are.
+After RoPE the rounding depends on a token's position, as in bfloat16; before it, scores stay relative.
 """
 
 from typing import Any

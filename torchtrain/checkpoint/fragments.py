@@ -1,11 +1,10 @@
 """The state of a run, cut into fragments that any layout of processes can write and read.
 
-A fragment is a range of one flattened parameter: its float32 master weights and AdamW's two moments. Each rank writes
-fragments that it holds. A reader takes from all files what overlaps with the fragments that it holds. So nothing is
-gathered, and the number of ranks may change between writing and reading.
+A fragment is a range of one flattened parameter: its float32 master weights and AdamW's two moments. Ranks write those
+that they hold; a reader takes from all files what overlaps with its own. So the number of ranks may change.
 
 On disk: `state-RRRRR-NNN.safetensors`, with rank and number; a tensor's name is `KIND:START:PARAMETER`. The bytes are
-those of `safetensors.torch.save`, which is not used because it keeps Python's lock while it copies, and training waits.
+those of `safetensors.torch.save`, which keeps Python's lock while it copies, so that training waits.
 
 Legend: n elements of a fragment.
 """

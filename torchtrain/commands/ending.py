@@ -1,7 +1,6 @@
 """How a command of many processes ends: one process prints the message, and all use its exit code.
 
-torchrun stops all processes when the first one exits. Rank 0 prints its message at once. Another rank with a mistake
-waits first, because rank 0 may print the same one. A rank without a message exits last.
+torchrun stops all processes when one exits. So another rank than 0 waits with a message that rank 0 may print, too.
 """
 
 import os
@@ -39,15 +38,11 @@ def report_once() -> Iterator[None]:
     except Terminated as error:
         raise Leave(str(error), error.code) from None
     except RuntimeError as error:
-        if not _is_memory(error):
+        # torch has an error class for a GPU's memory, and only a text for the host's.
+        if type(error).__name__ != "OutOfMemoryError" and "DefaultCPUAllocator" not in str(error):
             raise
         raise MemoryError(one_line(str(error).partition("\n")[0])) from error
     except KeyboardInterrupt as error:
         rank = os.environ.get("RANK", "0")
         alone = "interrupted" if rank == "0" else f"rank {quoted(rank)[1:-1]}: interrupted"
         raise Leave(str(error) or alone, INTERRUPTED) from None
-
-
-def _is_memory(error: RuntimeError) -> bool:
-    """Whether torch ran out of memory. It has an error class for a GPU's memory, and only a text for the host's."""
-    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)

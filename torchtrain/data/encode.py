@@ -1,9 +1,8 @@
 """Turns texts into tokens. Text that looks special stays text, and a long text takes no more memory than a short one.
 
-A tokenizer needs some 200 bytes for every character of a call. So a long document is cut into pieces, each piece is
-tokenised alone, and their tokens are joined. A cut is at the end of a word, and only where the tokenizer shows that it
-changes nothing: the text around the cut has the same tokens whole and in two parts. Where no such place is found, the
-rest of a document is one piece.
+A tokenizer needs some 200 bytes for every character of a call. So a long document is cut, each piece is tokenised
+alone, and their tokens are joined: only at ends of words where the text around has the same tokens whole and in two
+parts.
 """
 
 import json

@@ -1,13 +1,9 @@
 """Makes token stores: tasks read parts of a corpus, each writes a shard, and the shards become one store.
 
-A run makes its store by a single task in its own process, whose shard is the store:
-`<data.cache>/corpus/<fingerprint>`. `torchtrain prepare` runs many tasks, on this machine or on a cluster
-(`torchtrain.data.clusters`). Until its store is whole, its files are in the folder `NAME.partial`: `plan.json` says
-what is made, `shards/` holds a store for each finished task, `failures/` says why a task failed, and `logs/` is
-datatrove's. A task is finished when its shard exists. No finished task is done again.
-
-Shards and stores are written into a folder of another name, which is renamed when all is there. So one that exists is
-finished.
+A run makes its store, `<data.cache>/corpus/<fingerprint>`, by a single task. `torchtrain prepare` runs many, here or on
+a cluster (`torchtrain.data.clusters`). Until its store is whole, `NAME.partial` has `plan.json` (what is made),
+`shards/` (finished tasks, never done again), `failures/` (why one failed) and datatrove's `logs/`. Shards and stores
+get their names when all of them is there.
 """
 
 import json

@@ -1,17 +1,14 @@
 """What the loss of each target counts: weights by effective context.
 
-The effective context of a target is the number of tokens that its prediction sees, by `document_ids` alone: the token
-that predicts it, those before that one in its document, and the anchor. Layers with a window may see fewer.
-
-A target weighs 1, and in the tail 1 and its share of an extra weight. The tail's buckets double: from `tail` on, from
-twice that on, and so on. Under `inverse_frequency` bucket k of K that have targets gives each of its n_k targets
+The effective context of a target is the number of tokens that its prediction sees, by `document_ids` alone; layers with
+a window may see fewer. A target weighs 1, and in the tail, whose buckets double, more: under `inverse_frequency` bucket
+k of K that have targets gives each of its n_k targets
 
     extra x (n_1 + .. + n_K) / (K x n_k),    at most `most`
 
-so that each bucket gets as much in all, and a target of the tail `extra` in the mean. The frequencies are those of the
-first rows. EXACT (arXiv 2605.10544) says that a fixed extra weight is shared out within the tail by inverse frequency
-of logarithmic buckets. Where the tail begins, the width of a bucket, the limit, and the rows that are counted are our
-choices, because the paper's text was not at hand.
+so that each bucket gets as much in all. Frequencies are those of the first rows. EXACT (arXiv 2605.10544) says that a
+fixed extra weight is shared out by inverse frequency of logarithmic buckets. Where the tail begins, a bucket's width,
+the limit, and the rows that are counted are our choices, because the paper's text was not at hand.
 
 Legend: T tokens of a row · K buckets, that before the tail the first.
 """

@@ -1,8 +1,7 @@
 """ZeRO 3 while a model is loaded: each parameter is cut up among the ranks as soon as it is read.
 
-DeepSpeed cuts up a model that is whole on every rank, or one that is built inside `zero.Init` and whose weights are not
-set afterwards. Here `torchtrain.modeling.load` reads the weights and cuts them up one at a time, so a rank never holds
-more than its own parts and one whole weight. Every rank reads the weight itself and keeps its part; nothing is sent.
+DeepSpeed cuts up a model that is whole on every rank. Here `torchtrain.modeling.load` cuts up one weight at a time, so
+a rank never holds more than its own parts and one whole weight. Nothing is sent.
 
 Upstream: deepspeed/runtime/zero/partition_parameters.py (DeepSpeed 0.19).
 """

@@ -1,9 +1,8 @@
 """All-reduce of gradients while the backward pass runs.
 
-Small gradients are reduced together, in a bucket of at most `SMALL` elements. A larger gradient is reduced alone, in
-place. All ranks must reduce the buckets in one order, so a bucket that is complete early waits for its turn. The order
-is that of the last gradient in each bucket, as the backward pass makes them (the last parameter first). Ordered by its
-first gradient, a bucket with the norms of all layers would make large gradients wait for the first layer.
+Small gradients share buckets of at most `SMALL` elements; a larger one is reduced alone, in place. All ranks must
+reduce the buckets in one order: that of their last gradients, as the backward pass makes them. By its first gradient, a
+bucket with the norms of all layers would make large gradients wait for the first layer.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,7 @@
 """Signs of life between the processes of a run: a collective alone would wait two hours for a lost process.
 
-A thread of every rank writes a growing number into torchrun's store and watches the number of the next rank. So every
-rank is watched, and the load on the store does not depend on the number of ranks. The first rank that fails, or finds
-the next one lost, writes a fault under a key that all ranks read. Every rank then knows of the fault within one period,
-on every node, and one rank alone prints it. The thread goes on while the program waits in a collective.
+A thread of every rank writes a growing number into torchrun's store and watches that of the next rank. The first rank
+that fails, or finds the next one lost, writes a fault that all ranks read within one period, and prints it alone.
 """
 
 import os

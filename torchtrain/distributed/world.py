@@ -1,10 +1,7 @@
-"""The processes of a run, and the rank of this one.
+"""The processes of a run, and the rank of this one, as torchrun's environment has it.
 
 Consecutive ranks share a row: with 4 processes and a sequence-parallel degree of 2, ranks 0 and 1 work on one row,
-ranks 2 and 3 on another. `size // sequence_parallel` groups of ranks work on rows of their own (data parallelism).
-
-torchrun sets each process's rank in the environment. Without torchrun there is one process, and a process group only
-where DeepSpeed's engine needs one.
+ranks 2 and 3 on another (data parallelism). Without torchrun there is a process group only where DeepSpeed needs one.
 """
 
 import os

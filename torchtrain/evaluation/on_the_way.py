@@ -1,11 +1,8 @@
 """Evaluation of a model that is being trained, between two steps, without changing a bit of the training.
 
-A second tree of modules on the same weights (`share_weights`) answers, with its own buffers and config, transformers'
-own attention and a KV cache. The training's model stays as it is, even RoPE's frequencies, which some types change as
-they meet longer rows. lm-eval draws from the process's random generators, so their states are put back.
-
-A suite that cannot be measured is refused before the training begins. A later fault (a full disk, no memory left) does
-not end a training: a line reports it, and the next evaluation tries again.
+A second tree of modules on the same weights (`share_weights`) answers, with buffers, config and attention of its own.
+lm-eval draws from the process's random generators, so their states are put back. A suite that cannot be measured is
+refused before the training begins; a later fault (a full disk) is a line, and the next evaluation tries again.
 """
 
 import copy

@@ -1,10 +1,8 @@
 """LoRA: low-rank adapters on frozen weights, by PEFT (`model.lora`).
 
-PEFT replaces each linear layer that gets an adapter by a module that keeps the layer's weights W frozen. The module
-computes W x + (alpha / rank) B A x. B begins as zeros, so the model begins with the bits that it had. The model stays a
-model of transformers, without a wrapper. Modules in `also_train` are trained in place; PEFT would keep a frozen copy.
-
-An adapter has the model's dtype, like every weight. The optimizer has its float32 masters.
+PEFT replaces a linear layer by a module that computes W x + (alpha / rank) B A x, W frozen, B zeros at first. The model
+stays one of transformers, without a wrapper. Modules in `also_train` are trained in place; PEFT would keep a frozen
+copy. An adapter has the model's dtype, and the optimizer its float32 masters.
 
 Legend: O, I width of what a layer makes and takes · R rank.
 """
@@ -81,7 +79,7 @@ def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> Non
         except ValueError as error:
             raise UserError(f"model.lora: PEFT adapts no {model.config.model_type} so: {one_line(error)}") from None
     # In families whose experts are tensors, PEFT takes gate, up and down for those of the experts, too.
-    if strange := [n for n, m in model.named_modules() if _has_adapter(m) and _base_of(m) not in linear.values()]:
+    if strange := [n for n, m in model.named_modules() if _has_adapter(m) and m.base_layer not in linear.values()]:
         raise UserError(
             f"model.lora.target_modules: PEFT puts adapters on {strange[0]}, which is no linear layer, so that a "
             f"merged model would lack them; name others, such as [{', '.join(_attention(linear))}]"
@@ -178,10 +176,6 @@ def is_linear(module: Any) -> bool:
 
 def _has_adapter(module: Any) -> bool:
     return _NAME in getattr(module, "lora_A", ())
-
-
-def _base_of(module: Any) -> nn.Module:
-    return module.base_layer
 
 
 def _is_fused(model: nn.Module, name: str) -> bool:

@@ -1,23 +1,15 @@
 """Computes a layer's norms and gated MLP, which treat each token alone, for some tokens at a time.
 
-An MLP of Llama-3-8B makes three tensors [T, 14336] of its input [T, 4096], a norm two of float32. Here they exist for
-`model.layer_chunk` tokens only. The forward pass keeps only the input. The backward pass computes a chunk again, takes
-its gradients and drops it (tiled computation, as in arXiv 2506.13996). A weight's gradient is a sum over all tokens. It
-is summed over chunks in float32 and rounded to the weight's dtype once: a sum in bfloat16 would lose a chunk's part
-that is below 1/256 of it, and 1.5M tokens are hundreds of chunks. A token's own numbers are those of the plain modules,
-but a library may add up a matrix product of fewer rows in another order. They are the same bit for bit where a chunk
-holds all tokens.
-
-Weights are read from the module at each use and never kept: ZeRO 3 gathers them anew for the whole module in each pass
-(`used_by`).
-
-A weight that is frozen (`model.lora`) gets no gradient, and none is computed.
+The forward pass keeps only the input; the backward pass computes a chunk again, takes its gradients and drops it (tiled
+computation, as in arXiv 2506.13996). A weight's gradient is summed over chunks in float32 and rounded once: bfloat16
+would lose a chunk's part below 1/256 of the sum. A library may add up a product of fewer rows in another order; where a
+chunk holds all tokens, the bits are those of the plain modules. Weights are read from the module at each use, because
+ZeRO 3 gathers them anew in each pass (`used_by`). A frozen weight gets no gradient.
 
 Legend: n tokens of a chunk · N all tokens · M model width · I width within the MLP · O, R width of what a linear layer
 makes, and of what its adapter makes within · D width of a norm.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
@@ -50,7 +42,8 @@ def chunk_layers(model: nn.Module, tokens: int, most: int | None = None) -> None
 
 def check_chunks(model: "PreTrainedModel") -> None:
     """Check that one norm and MLP of each kind computes the same bits in chunks. Raises UserError: one does not."""
-    for form in {_kind_of(form.module): form for form in _forms(model)}.values():
+    kinds = {(type(form.module), type(getattr(form.module, "act_fn", None))): form for form in _forms(model)}
+    for form in kinds.values():
         width = form.width
         x_1nM = torch.linspace(-3, 3, 4 * width, device=model.device).view(1, 4, width).to(model.dtype)
         if not form.is_right(x_1nM):
@@ -69,35 +62,6 @@ def parameters_outside(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Paramet
         yield from ((module, p) for p in used_by(module) if id(p) not in own)
 
 
-class _Form(ABC):
-    """What a module computes, as functions of a chunk of tokens."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Of what it takes."""
-
-    @property
-    @abstractmethod
-    def weights(self) -> list[nn.Parameter]:
-        """All its parameters."""
-
-    @abstractmethod
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute a chunk."""
-
-    @abstractmethod
-    def backward(self, x: Tensor, gradient: Tensor, sums: list[Tensor | None]) -> Tensor:
-        """Return the gradient of a chunk's input; add those of `weights` to float32 `sums` (None: of a frozen one)."""
-
-    @abstractmethod
-    def is_right(self, x: Tensor) -> bool:
-        """Whether the module gives the same bits for a few tokens as this, each weight whole where its owner runs."""
-
-
 class _Linear:
     """A linear layer, with an adapter or without, and its gradients."""
 
@@ -112,7 +76,7 @@ class _Linear:
         return made_nO + linear(linear(x_nI, a.weight), b.weight) * scale
 
     def backward(self, x_nI: Tensor, gradient_nO: Tensor, sums: Iterator[Tensor | None]) -> Tensor:
-        """As `_Form.backward`; takes as many of the sums as the layer has parameters."""
+        """Return the gradient of x; add its parameters' to as many float32 sums (None: of a frozen one)."""
         _add_product(next(sums), gradient_nO, x_nI)
         if self.layer.bias is not None and (total_O := next(sums)) is not None:
             total_O.add_(gradient_nO.sum(0, dtype=total_O.dtype))
@@ -127,8 +91,11 @@ class _Linear:
         return of_x_nI + multiply(of_a_nR, a.weight)
 
 
-class _GatedMLP(_Form):
+class _GatedMLP:
     """down(act(gate(x)) * up(x)), with or without biases and adapters."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -164,12 +131,16 @@ class _GatedMLP(_Form):
         return gate.backward(x, of_gate, places) + up.backward(x, of_up, places)
 
     def is_right(self, x: Tensor) -> bool:
+        """Whether the module gives the same bits for a few tokens, each weight whole where its owner runs."""
         module = self.module
         return torch.equal(module(x), module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x)))
 
 
-class _RMSNorm(_Form):
+class _RMSNorm:
     """weight * (x / root mean square of x), the division in float32."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -216,6 +187,9 @@ class _RMSNorm(_Form):
         return found == [True]
 
 
+_Form = _GatedMLP | _RMSNorm
+
+
 def _forms(model: nn.Module) -> Iterator[_Form]:
     """Yield what is computed in chunks: the MLP of each layer, and every norm."""
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -233,10 +207,6 @@ def _forms(model: nn.Module) -> Iterator[_Form]:
             if not _RMSNorm.fits(module):
                 raise _refusal(model, f"its {type(module).__name__} is another norm than theirs")
             yield _RMSNorm(module)
-
-
-def _kind_of(module: nn.Module) -> tuple[type, ...]:
-    return type(module), type(getattr(module, "act_fn", None))
 
 
 def _refusal(model: nn.Module, why: str) -> UserError:

@@ -1,16 +1,12 @@
 """`model.fused: compile`: torch.compile makes few kernels of what a decoder layer does element by element.
 
-Each layer's forward and backward pass is compiled by itself, inside the recomputation where layers are recomputed. The
-graph breaks at attention and nowhere else (`torchtrain.attention.hf`). So documents may differ in every step, and an
-engine runs the same code with and without compilation. The layers are compiled for one shape, that of all rows of a
-run. In evaluation mode (held-out losses, an evaluation during training) the model runs as it was loaded.
-
-Between two roundings Inductor computes in float32: in bfloat16 it rounds less often than the model's own operations do,
-those of the rotation too, unless `model.rotation` is float32 already.
+Each layer is compiled by itself, for the one shape of a run's rows, inside its recomputation. The graph breaks at
+attention alone (`torchtrain.attention.hf`), so documents may differ in every step. In evaluation mode nothing is
+compiled. Inductor computes in float32 between two roundings: in bfloat16 it rounds less often than the model does.
 
 Upstream: transformers/modeling_layers.py (GradientCheckpointingLayer), which hands a layer's forward, while it trains,
-to `_gradient_checkpointing_func`: that is where it is compiled. `Module.compile` would take the recomputation into the
-graph, where it breaks at attention and leaves the whole layer as it was, in silence.
+to `_gradient_checkpointing_func`: that is compiled. `Module.compile` would take the recomputation into the graph, where
+it breaks at attention and leaves the whole layer as it was, in silence.
 """
 
 import functools
@@ -18,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anchorline.errors import UserError
@@ -35,7 +31,7 @@ _HANDS_OVER = "_gradient_checkpointing_func"
 def check_compiler(device: torch.device) -> None:
     """Find a missing or broken compiler before anything is loaded. Raises UserError: torch cannot compile here."""
     try:
-        torch.compile(_add_one, dynamic=False)(torch.ones(64, device=device))
+        torch.compile(lambda x: x + 1, dynamic=False)(torch.ones(64, device=device))
     except Exception as error:  # of Inductor, of the compiler that it calls, of Triton
         needed = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler such as g++"
         raise UserError(
@@ -102,7 +98,3 @@ def _run(forward: Callable[..., Any], *args: Any) -> Any:
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile the function that all layers of a kind share, so that it is compiled once for all of them."""
     return torch.compile(function, dynamic=False)
-
-
-def _add_one(x: Tensor) -> Tensor:
-    return x + 1

@@ -53,17 +53,14 @@ def check_covers(model: nn.Module, device_map: dict[str, int | str]) -> None:
     """Check that a map by module places every weight once. Raises UserError: it does not, or names no module."""
     modules = {name for name, _ in model.named_modules()}
     if unknown := next((name for name in device_map if name not in modules), None):
-        raise UserError(f"device_map {quoted(unknown)}: the model has no such module; it has {_children(model)}")
+        children = ", ".join(name for name, _ in model.named_children())
+        raise UserError(f"device_map {quoted(unknown)}: the model has no such module; it has {children}")
     for weight, _ in model.named_parameters(remove_duplicate=False):
         held = [name for name in device_map if not name or weight.startswith(f"{name}.")]
         if not held:
             raise UserError(f"device_map: names no place for {weight}; add its module")
         if len(held) > 1:
             raise UserError(f"device_map: {weight} lies under {quoted(held[0])} and {quoted(held[1])}; keep one")
-
-
-def _children(model: nn.Module) -> str:
-    return ", ".join(name for name, _ in model.named_children())
 
 
 def check_spread(model: "PreTrainedModel", device_map: DeviceMap) -> None:

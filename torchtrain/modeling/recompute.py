@@ -1,21 +1,14 @@
 """Activation checkpointing: what of a model's activations is kept for the backward pass, and where.
 
-`true` keeps each layer's input. Two settings keep more or elsewhere:
+`true` keeps each layer's input. `keep_attention` also keeps the attention kernel's output and log-sum-exp, about as
+much again, so that it does not run a second time. Only results of named operations of torch are kept. torch's own
+selective checkpointing allows no other difference between the two passes, in which ZeRO 3 gathers other weights ahead
+(2.13).
 
-`keep_attention` also keeps what the attention kernel returned: its output and log-sum-exp, about as much again. The
-kernel then does not run a second time; for a long row under `full` it is most of a layer's work. Everything else is
-computed again, so the kernel's backward pass gets the same bits of q, k and v. Only the results of named operations of
-torch are kept. A kernel that is no such operation, or that torch.compile makes, is not seen. torch's own selective
-checkpointing does the same but allows no other difference between the two passes, in which ZeRO 3 gathers different
-weights ahead (torch 2.13).
-
-`offload` keeps a layer's input in host memory. On a stream of its own, an input is copied to page-locked memory while
-its layer runs, and copied back while the layer after it has its backward pass. The device holds two at most: the one in
-use and the one on its way. The last layer's input is needed first and does not leave. Every copy runs on one stream, in
-order, so a block of host memory is free for the next copy once the last has been asked for. The stream that computes
-waits, not the host: for a copy to the host before its input is dropped, and for a copy from the host before the input
-is used. Host memory is taken in blocks of `BLOCK` bytes and kept for the next pass: torch rounds page-locked memory up
-to a power of two. torch's `save_on_cpu` copies without a stream of its own, and takes new page-locked memory each time.
+`offload` keeps a layer's input in page-locked host memory, copied on a stream of its own: out while its layer runs,
+back while the next layer has its backward pass. The device holds two at most; the last layer's input does not leave.
+The stream that computes waits, not the host. Host memory is taken in blocks of `BLOCK` bytes and kept, because torch
+rounds page-locked memory up to a power of two, and its `save_on_cpu` takes new memory each time.
 
 Upstream: torch/utils/checkpoint.py (create_selective_checkpoint_contexts).
 """
@@ -223,7 +216,8 @@ class HostMemory:
         if self._lane is None:
             self._lane = CudaLane(x.device) if x.device.type == "cuda" else InOrder()
         self._order = [one for one in self._order if one() is not None]
-        if (before := self._last()) is not None and before.here is not None:
+        before = self._order[-1]() if self._order else None
+        if before is not None and before.here is not None:
             self._lane.wait(before.copied)
             before.here = None
         kept = _Kept(x, self._blocks(x))
@@ -250,9 +244,6 @@ class HostMemory:
             assert self._lane is not None, "it was kept"
             x = kept.here = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
             kept.copied = self._lane.run(lambda: _copy(x, kept.blocks, back=True))
-
-    def _last(self) -> _Kept | None:
-        return self._order[-1]() if self._order else None
 
     def _blocks(self, x: Tensor) -> list[Tensor]:
         if x.is_meta:

@@ -1,9 +1,7 @@
 """In which precision q and k are rotated and kept: RoPE in float32, and emulated roundings.
 
-RoPE in float32, whatever the model's dtype: q and k are rotated in float32 and rounded once.
-Transformers makes cos and sin in float32 and casts them to the model's dtype, so each product and sum of the rotation
-rounds. Here cos and sin stay in float32, so the rotated q and k are float32, and attention rounds them once
-(`torchtrain.attention.hf`). This is what arXiv 2411.13476 says it does, and the oracle's preset `paper_bf16`.
+Transformers casts cos and sin to the model's dtype, so each product and sum of the rotation rounds. Here they stay in
+float32, and attention rounds the rotated q and k once: arXiv 2411.13476, and the oracle's preset `paper_bf16`.
 
 Upstream: transformers/models/llama/modeling_llama.py (LlamaRotaryEmbedding, apply_rotary_pos_emb).
 """

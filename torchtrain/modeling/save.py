@@ -1,9 +1,8 @@
 """A model and its tokenizer as a Hugging Face folder that means the same to every reader, not to transformers 5 alone.
 
-transformers 5 writes what only it can read: RoPE in `rope_parameters` (4.x, and vLLM on it, know `rope_theta` and
-`rope_scaling`, and without them take a theta of 10,000 and no scaling, in silence), `dtype` for `torch_dtype`, the
-tokenizer class `TokenizersBackend`, `extra_special_tokens` as a list. The names that older readers know are added, and
-transformers 5 reads the same config as without them. docs/exports.md is measured on what this writes.
+transformers 5 writes what only it can read: `rope_parameters` (4.x, and vLLM on it, take a theta of 10,000 and no
+scaling, in silence), `dtype`, the tokenizer class `TokenizersBackend`, `extra_special_tokens` as a list. The names that
+older readers know are added, which transformers 5 ignores. docs/exports.md is measured on what this writes.
 
 Upstream: transformers 4.57.3 and 5.23, modeling_rope_utils.py; vLLM 0.11 to 0.33,
 model_executor/layers/rotary_embedding, config/model.py and transformers_utils/config.py; llama.cpp, conversion/base.py.

@@ -4,13 +4,9 @@ Forward and backward of one batch, a multiplication and an addition counted as t
 
     6 x P x tokens  +  6 x V x M x tokens with a label  +  6 x L x H x (D + E) x live pairs
 
-P counts the weights of all matrices but embeddings (look-ups) and the head; a frozen weight (`model.lora`) takes 4
-where a trained one takes 6. The head runs on labelled tokens alone. A live pair is a (query, key) pair that the mask
-leaves, on average over the layers: 2 D FLOPs for the score and 2 E for the value, three times over with the backward
-pass. This is the model's work: padding, norms, softmax and what is computed a second time are not counted. Of a
-mixture of experts every expert counts, of a layer that carries a state (Mamba, linear attention) the matrices alone.
-
-Upstream: arXiv 2204.02311, appendix B, which counts all T x T pairs.
+P counts all matrices but embeddings and head, every expert too; a frozen weight takes 4 where a trained one takes 6. A
+live pair is a (query, key) pair that the mask leaves, in the mean over layers. Padding, norms, softmax, a state's
+recurrence and what is computed a second time are not counted. Upstream: arXiv 2204.02311, appendix B (all T x T pairs).
 
 Legend: M model width · V vocabulary · L layers with attention · H query heads · D, E head_dim of keys and of values.
 """

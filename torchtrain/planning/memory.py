@@ -1,12 +1,9 @@
 """What a step holds in memory, counted on torch's meta device: shapes without numbers.
 
-Every tensor that transformers, autograd, checkpointing, the gathering of keys, FlashAttention and the loss make is
-counted while it lives, so no formula of a model's activations is needed. A rank that shares rows is counted as if it
-had short rows of its own: Ulysses gives it some heads of the whole row, which is as many numbers; the exchange
-afterwards copies attention's output. The allocator's fragments, the CUDA context and NCCL's buffers come on top.
-
-Activations and gradients do not peak together: in a step of one micro-batch gradients grow while activations go. So
-the most is kept for each number of gradients; torch's own `MemTracker` keeps the peak alone.
+Every tensor of the model, autograd, attention and loss is counted while it lives. A rank that shares rows is counted as
+if it had short rows of its own, which is as many numbers; the exchange copies attention's output. Fragments, the CUDA
+context and NCCL's buffers come on top. Activations and gradients do not peak together, so the most is kept for each
+number of gradients; torch's own `MemTracker` keeps the peak alone.
 
 Legend: B batch · t tokens of this rank's part of a row · H query heads · K key/value heads · D head_dim · N query
 tokens · M gathered keys.

@@ -67,7 +67,9 @@ def describe_setup(config: Config, setup: "Setup", world: World, log: Callable[[
     if bare := _domains_without_held_out(store, setup.split):
         log(f"held out  no document of {', '.join(bare)}: all are copies of too many others")
     if store.copies:
-        log(f"copies    {_copies(store, setup.split)}")
+        apart = f"; {setup.split.moved:,} changed sides, so that none trains whose copy is held out"
+        held = f"{store.copies:,} of {len(store):,} documents hold the text of another"
+        log(f"copies    {held}{apart if setup.split.moved else ''}")
     if special := sum(count.special_records for count in store.header.sources):
         meaning = "text" if config.data.special_tokens == "text" else "control tokens"
         records = sum(count.records for count in store.header.sources)
@@ -120,11 +122,6 @@ def _left_out(store: TokenStore, dropped: int, too_long: int) -> str:
     if too_long:
         parts.append(f"{too_long:,} documents with answers that are longer than a row (pack.longer)")
     return ", ".join(parts)
-
-
-def _copies(store: TokenStore, split: Split) -> str:
-    moved = f"; {split.moved:,} changed sides, so that none trains whose copy is held out" if split.moved else ""
-    return f"{store.copies:,} of {len(store):,} documents hold the text of another{moved}"
 
 
 def _count(parameters: Iterable["Parameter"]) -> int:

@@ -1,7 +1,6 @@
 """Makes and checks everything that a run needs, the cheapest first, before the run has a folder.
 
-A model's source is opened, the tokens are prepared, rows are packed, and the model is loaded. After each of the first
-two, and after the last, a run that resumes is compared with how it began.
+After each stage (source, tokens, model) a run that resumes is compared with how it began.
 """
 
 import hashlib

@@ -43,7 +43,8 @@ class MetricsFile:
             start, end = _read_end(self._path, 0) if os.path.lexists(self._path) else (0, b"")
             complete = start + end.rfind(b"\n") + 1
             # Unbuffered: closing the file does not repeat a write that failed.
-            self._file = open(self._path, "ab", buffering=0, opener=_open_without_blocking)
+            opener = lambda path, flags: os.open(path, flags | os.O_NONBLOCK, 0o666)  # noqa: E731
+            self._file = open(self._path, "ab", buffering=0, opener=opener)
             self._file.truncate(complete)
         return self
 
@@ -72,10 +73,6 @@ class MetricsFile:
             return NOTHING
         os.fsync(self._file.fileno())
         return entry_of(self._path)
-
-
-def _open_without_blocking(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def has_beginning(path: Path, entry: FileEntry) -> bool:

@@ -1,12 +1,9 @@
 """AdamW in float32 for every dtype of the model.
 
 A bfloat16 weight has 8 significant bits: an update smaller than 1/256 of it is lost. So a half-precision model gets
-float32 master weights, and gradients are summed over micro-batches in float32: during each backward pass parameters'
-gradients are moved into their masters'. A float32 parameter is its own master. Within a micro-batch autograd sums in
-the model's dtype; the head's gradient is summed over chunks in float32 (`torchtrain.training.loss`).
-
-A small model's step is bound by the number of kernels that it launches on a GPU. So gradients are moved together, as
-many as `WAITING` bytes hold, and masters are copied into weights together.
+float32 masters, into whose gradients each backward pass moves its own; within a micro-batch autograd sums in the
+model's dtype. A float32 parameter is its own master. A small model's step is bound by the kernels that it launches on a
+GPU, so gradients move `WAITING` bytes at a time, and masters are copied into weights together.
 """
 
 import math

@@ -1,11 +1,8 @@
 """Engine `cudnn`: cuDNN's attention on packed documents, by the package nvidia-cudnn-frontend. It never ran on a card.
 
-The package registers an operation that takes [tokens, heads, D] with cu_seqlens, aligned bottom-right, as the plan is
-built. It builds a graph, which takes up to half a second, for each number of segments, longest segment and number of
-tokens that it has not seen. So all of these are rounded up: segments by empty ones, tokens by some that no segment
-holds. Its backward pass holds a log-sum-exp for every segment as if it were the longest.
-
-A run checks the engine against `dense` before it relies on it (`torchtrain.attention.engines.measure`).
+The package's operation takes [tokens, heads, D] with cu_seqlens, aligned bottom-right, and builds a graph (up to half a
+second) for each number of segments, longest segment and number of tokens. So all of these are rounded up: segments by
+empty ones, tokens by some that no segment holds. A run checks the engine against `dense` first (`engines.measure`).
 
 Upstream: NVIDIA/cudnn-frontend 1.32, python/cudnn/sdpa/fwd/torch_op.py.
 

@@ -1,9 +1,7 @@
 """Gathers the tokens that a plan names. The backward pass is deterministic.
 
-An anchor token is gathered once for its own segment and once more for every document, so its gradient is a sum over
-copies. `index_select`'s own backward adds them with atomics on a GPU, in any order and in the tensor's dtype. Here the
-copies of each anchor token are summed in float32, in document order. The mathematics is the same: the tests compare it
-with `index_select`.
+An anchor token is gathered once for its own segment and once for every document, so its gradient is a sum over copies.
+`index_select` adds them with atomics on a GPU, in any order. Here they are summed in float32, in document order.
 
 Legend: B batch · T tokens of a row · N query tokens · M gathered keys · K heads · D head_dim · R anchor tokens · C
 copies.

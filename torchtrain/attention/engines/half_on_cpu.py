@@ -1,17 +1,12 @@
 """Causal attention on a CPU for half precision, attention sinks and windows.
 
-torch's CPU kernel errs more than FlashAttention-2 in its backward pass in bfloat16, where it sums dk and dv over blocks
-of queries in bfloat16 (docs/LOG.md). So the backward pass runs in float32, and each gradient is rounded once. The
-forward pass rounds like FlashAttention-2's (float32 logits, softmax and accumulator, P rounded for P V). bfloat16 is
-two to three times as fast as float32 on a processor with AMX, and no faster elsewhere. So the forward pass runs in
-float32 on all others. What is kept for the backward pass is in half precision either way.
-`torchtrain.exact_products` chooses the library that multiplies. A float32 model takes the same path without rounding.
+torch's kernel sums dk and dv over blocks of queries in bfloat16 (docs/LOG.md). So the backward pass runs in float32,
+and each gradient is rounded once. The forward pass rounds like FlashAttention-2's. It runs in bfloat16 on a processor
+with AMX, where that is two to three times as fast, and in float32 on all others. A float32 model takes the same path.
 
-A window of W tokens cuts a document into blocks of W. Token i of a block sees tokens 0 to i of its own block, and
-tokens i + 1 to W - 1 of the block before. The second part is causal, too, if its tokens are reversed. So each part is
-one call of the kernel, and log-sum-exps merge the two outputs. A sink is one more term of that sum. The kernel's
-backward pass computes probabilities from an output and a log-sum-exp. It is given the merged ones, so each call
-computes its share of the gradients.
+A window of W tokens cuts a document into blocks of W. A token sees its own block up to itself, and the tail of the
+block before: causal, too, if its tokens are reversed. So each part is one call of the kernel, and log-sum-exps merge
+the outputs; a sink is one more term of that sum. The backward pass is given the merged output and log-sum-exp.
 
 Upstream: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
 

@@ -1,11 +1,8 @@
 """Checks an engine on this GPU before a run relies on it, and measures which is the fastest on the run's own rows.
 
-An engine may align its causal mask at the other end of longer keys on a card or in a version that nobody tried: the
-numbers are then wrong, and nothing fails. So its output and its gradients are compared with `dense` in float64, by the
-error rule, on a short row with an anchor and padding.
-
-Which engine is the fastest depends on the card and on the rows. Some prepare a kernel for each new length, so the row
-that counts is one that the engine has not seen.
+An engine may align its causal mask otherwise on a card or in a version that nobody tried, and nothing fails. So output
+and gradients are compared with `dense` in float64 on a short row. Some engines prepare a kernel for each new length, so
+the row that is timed is one that the engine has not seen.
 
 Legend: T tokens of a row · H query heads · K key/value heads · D head_dim.
 """

@@ -1,17 +1,13 @@
 """Engine `sdpa`: one `scaled_dot_product_attention` for each batch of segments of similar length. It is portable.
-The gate judges it like `flash`, against `dense` and the oracle.
 
-It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so needs square inputs. So each document
-brings the anchor's A queries as well as its keys, and their rows of output are thrown away. Neither these nor the
-padding of a batch (`torchtrain.attention.batches`) need a mask.
+SDPA's causal flag is aligned top-left and so needs square inputs: each document brings the anchor's queries as well as
+its keys, and their rows of output are thrown away. So neither these nor padding (`torchtrain.attention.batches`) need a
+mask. On a CPU `half_on_cpu` replaces SDPA; in float64 it does so for sinks and windows only.
 
-On a CPU `torchtrain.attention.engines.half_on_cpu` replaces SDPA; in float64 it does so for sinks and windows only.
+On CUDA, where no other kernel fits, torch silently falls back to one that holds all pairs of a document. This engine
+forbids that, repeats key/value heads where a kernel does not take fewer, and refuses what still does not fit.
 
-On CUDA, where no other kernel fits, torch silently falls back to one that holds all pairs of a document, H x n x n.
-This engine forbids that kernel. It repeats key/value heads where the other kernels do not take fewer of them, and
-refuses what still does not fit.
-
-Upstream: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
+Upstream: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · N query tokens · P gathered keys,
 padded · G segments of a batch · n tokens of each.
