@@ -52,10 +52,8 @@ def expand(path: str | Path) -> Path:
 
 
 def resolve(field: str, path: str | Path) -> Path:
-    """Return a folder of the user's as an absolute path without links and `..`; messages name the field.
-
-    `a/../b` is `b` even where there is no `a`. Making folders later cannot change what the path means. Raises
-    UserError: no folder can have this path, it leads through a link to nothing, or the system gives an error.
+    """Return a user's folder as an absolute path without links and `..`; messages name the field. Making folders later
+    cannot change what it means. Raises UserError: no folder can have this path, or a link leads to nothing.
     """
     opening = f"{field} {quoted(str(path))}" if field else quoted(Path(path))
     try:
@@ -239,10 +237,8 @@ def commit(partial: Path, final: Path) -> None:
 
 @contextmanager
 def build_folder(folder: Path) -> Generator[Path]:
-    """Yield a path at which to make a folder. It gets its final name when the block ends without an error.
-
-    Its files get the modes that this process gives to new files. Raises OSError: what the system says; or something has
-    the name by then. A failure leaves nothing behind.
+    """Yield a path at which to make a folder; it gets its final name when the block ends. A failure leaves nothing.
+    Raises OSError: what the system says; or something has the name by then.
     """
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PARTIAL, dir=folder.parent))
     try:
@@ -271,10 +267,8 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(folder: Path, names: Iterable[str]) -> bool:
-    """Remove files of a folder by their paths in it, then the folders that are empty without them; return whether the
-    folder is gone.
-
-    Nothing else is removed, and nothing behind a link. One of the names may be missing. Raises OSError.
+    """Remove files of a folder by their paths in it, then folders that this empties; return whether the folder is gone.
+    Nothing behind a link is removed, and one of the names may be missing. Raises OSError.
     """
     names = sorted(names)
     if folder.is_symlink():

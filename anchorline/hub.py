@@ -1,7 +1,5 @@
-"""Find a model: a folder of this disk, or an id of a hub, whose files are downloaded.
-
-First ask the hub which files the model has, with a time limit. `snapshot_download` alone did not return within 45 s
-from a hub that accepts the connection and never answers.
+"""Find a model: a folder of this disk, or an id of a hub. The hub is asked first which files there are, with a time
+limit: `snapshot_download` alone did not return within 45 s from a hub that never answers.
 """
 
 import fnmatch

@@ -183,10 +183,7 @@ def _decoder(model: Any) -> PreTrainedModel:
 def _read_positions(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Without `document_ids`, number the documents that `position_ids` show. The hooks after it see names alone.
-
-    So transformers' DataCollatorWithFlattening and TRL's `padding_free` give documents. None of them is an anchor.
-    """
+    """Without `document_ids`, number documents by `position_ids` (transformers' collator, TRL's `padding_free`)."""
     named = dict(zip(getattr(model, _ARGUMENTS)[1:], args[1:], strict=False))
     args, kwargs = args[:1], kwargs | named
     positions, tokens, decoder = kwargs.get("position_ids"), _tokens(args, kwargs), _decoder(model)

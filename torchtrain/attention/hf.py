@@ -114,10 +114,7 @@ def _compute_attention(
     row_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' calling convention: q [B, H, T, D] in, out [B, T, H, D] and no attention weights back.
-
-    `row_window` is the layer's window where ranks share a row: the mask that holds it does not reach the layer.
-    """
+    """As transformers calls it: q [B, H, T, D] in, out [B, T, H, D]. row_window: the layer's, if ranks share a row."""
     window = _window(window_of(attention_mask) or row_window, sliding_window, query.shape[2])
     _refuse(module, query, key, dropout, kwargs)
     compiling, keep_anchor = torch.compiler.is_compiling(), getattr(module, KEEPS_ANCHOR, False)

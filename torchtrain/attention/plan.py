@@ -102,10 +102,8 @@ class AttentionPlan:
 
     @cached_property
     def batches(self) -> "tuple[AttentionPlan, tuple[tuple[int, int], ...]]":
-        """The plan with its keys stacked by length, for `gather_keys`, and segments and tokens of each batch.
-
-        The first layer makes them, and the others reuse them; or they are made with a micro-batch, ahead of its step:
-        on a GPU making them waits for the device.
+        """The plan with its keys stacked by length, for `gather_keys`, and segments and tokens of each batch. They are
+        made ahead of a step, or by the first layer: on a GPU making them waits for the device.
         """
         shapes, slot_P, back_M = make_batches(self.seqlens_k)
         in_order = torch.equal(slot_P, torch.arange(len(back_M)))

@@ -1,7 +1,5 @@
-"""Checks on a few tokens that a whole model keeps documents apart: gradients between them are exactly zero.
-
-`document_ids` reach attention layers only. A convolution, a state-space or linear-attention layer, a family's
-custom attention, or an embedding of several tokens at once can still carry one document into the next.
+"""Checks on a few tokens that a whole model keeps documents apart: gradients between them are exactly zero. A
+convolution, a state or an embedding of several tokens may carry one document into the next.
 
 Legend: T tokens of the row · V vocabulary.
 """

@@ -1,7 +1,5 @@
-"""A strategy's state as fragments: which elements of which parameter this rank holds, and where.
-
-All tensors are views: what is read from a checkpoint goes where the strategy keeps it. DeepSpeed's own checkpoints need
-the same number of ranks and are unpickled. So this file finds DeepSpeed's partitions instead (DeepSpeed 0.19:
+"""A strategy's state as fragments: which elements of which parameter this rank holds, as views. DeepSpeed's own
+checkpoints need the same number of ranks and are unpickled, so its partitions are found here (DeepSpeed 0.19:
 runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py, runtime/zero/stage3.py).
 """
 

@@ -53,10 +53,7 @@ class Document:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that gives no document: its place, why, and the domain it counts for (the source's, if unknown).
-
-    As a string it is one printable line: a record's keys and a file's name may hold anything.
-    """
+    """A record that gives no document: place, reason, and the domain it counts for; as a string, one printable line."""
 
     where: str
     reason: str
@@ -177,10 +174,8 @@ def source_files(source: Source) -> list[FileInfo]:
 
 
 def source_name(source: Source) -> str:
-    """Return the name of a source: its `domain`, its demo's or data set's own name, or its files' name.
-
-    The files `books-*.jsonl` are called `books`. If the last part of the glob is all wildcard, the folder's
-    name counts.
+    """Return a source's name: its `domain`, its demo's or data set's own, or its files' (`books-*.jsonl` are `books`),
+    or their folder's where the last part of the glob is all wildcard.
     """
     if source.domain is not None:
         return source.domain

@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 
 class Split(NamedTuple):
-    """Documents of both sides, int64 and sorted, and how many changed sides because of their copies.
-
-    Under a mixture, `train` holds each document as often as it is taken; one that is left out is on neither side.
-    """
+    """Documents of both sides, int64 and sorted, and how many changed sides as copies. A mixture repeats `train`."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -40,10 +37,8 @@ class Split(NamedTuple):
 
 
 def split_documents(store: Documents, held_out_share: float, seed: int) -> Split:
-    """Draw the held-out documents of each domain by seed.
-
-    A share above 0 holds out at least one document of every domain that has two different ones. If the draw has a text
-    on both sides, it is done again by whole texts.
+    """Draw each domain's held-out documents by seed, at least one where a share above 0 finds two different ones. If a
+    text is then on both sides, the draw is done again by whole texts.
     """
     orders, counts = [], []
     for domain in range(len(store.domains)):

@@ -1,8 +1,5 @@
-"""How rows are assigned to ranks, and how a row is split among the ranks that share it.
-
-A row is split in one of two ways, which compute the same. `split_tokens` splits the tokens into even parts, and
-attention exchanges tokens for heads (`torchtrain.distributed.ulysses`). `split_documents` gives each rank whole
-documents. A document sees only itself and the anchor, so a rank that computes the anchor itself exchanges nothing.
+"""How rows are assigned to ranks, and how a row is split among the ranks that share it: by tokens, which attention
+exchanges for heads (`torchtrain.distributed.ulysses`), or by whole documents, where each rank computes the anchor.
 
 Legend: B batch · T tokens of a row · t tokens of this rank's part · D documents of a row.
 """
@@ -38,10 +35,8 @@ def assign_rows(first: int, count: int, micro_batch: int, world: World) -> list[
 def assign_held_out(
     rows: Sequence[Mapping[str, np.ndarray]], micro_batch: int, world: World
 ) -> list[tuple[int, list[Mapping[str, np.ndarray]]]]:
-    """Return the number of the first row and the rows of this rank's micro-batches of held-out rows, as many as every
-    other rank's: forwards need all ranks.
-
-    Where rows are missing for that, the first row is repeated without labels; it is run and not counted.
+    """Return (first row's number, rows) of this rank's micro-batches of held-out rows, as many as every other rank's:
+    where rows are missing for that, the first is repeated without labels, and not counted.
     """
     missing = -len(rows) % (micro_batch * world.data_parallel)
     blank = {**rows[0], "shift_labels": np.full_like(rows[0]["shift_labels"], IGNORED)}

@@ -1,7 +1,5 @@
-"""The number of threads that a process computes with on the host.
-
-torchrun sets one thread for each process, so an optimizer in host memory would run on one core. Without torchrun, torch
-takes all cores that it sees, also cores that a container's quota excludes.
+"""The threads that a process computes with on the host: torchrun sets one, and torch alone takes also cores that a
+container's quota excludes.
 """
 
 import torch
@@ -12,10 +10,9 @@ from torchtrain.distributed.world import read_local_size
 
 
 def share_cores(distributed: DistributedConfig, device: torch.device) -> str | None:
-    """Set torch's threads to this process's share of the cores.
-
-    On a CPU the share is an upper limit. With GPUs it is set only where the optimizer's step runs on the host; AdamW's
-    bits do not depend on the number of threads. Returns a message about the change; None if nothing changed.
+    """Set torch's threads to this process's share of the cores; return a message, or None if nothing changed. On a CPU
+    the share is a limit; with GPUs it is set where the optimizer's step runs on the host, whose bits do not depend on
+    it.
     """
     cores, processes = usable_cores(), read_local_size()
     before, share = torch.get_num_threads(), max(1, cores // processes)

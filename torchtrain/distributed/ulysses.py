@@ -54,10 +54,8 @@ class SequenceParallelOnly:
 def split_attention(
     model: "PreTrainedModel", engine: str, micro_batch: int, world: World
 ) -> SequenceParallelOnly | None:
-    """Make the model's attention exchange tokens for heads; return the `mpu` of `deepspeed.initialize`.
-
-    Call it once in a process. Nothing happens if `world.sequence_parallel` is 1. Every forward, also of evaluation, has
-    `micro_batch` rows.
+    """Make the model's attention exchange tokens for heads, once in a process; return the `mpu` of
+    `deepspeed.initialize`. Nothing happens if `world.sequence_parallel` is 1. Every forward has `micro_batch` rows.
     """
     if world.sequence_parallel == 1:
         return None
@@ -82,10 +80,7 @@ def split_attention(
 
 
 def _pass_windows_and_sinks(name: str, local_attention: Callable[..., Any], ranks: int, rank: int) -> None:
-    """Pass attention what DeepSpeed leaves out: the layer's window, and the sinks of this rank's heads.
-
-    local_attention: the function of `name` without the exchange, for ranks that hold whole documents.
-    """
+    """Pass what DeepSpeed leaves out: windows, this rank's sinks. local_attention: for ranks with whole documents."""
     from transformers import AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

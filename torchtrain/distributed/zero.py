@@ -18,10 +18,8 @@ GATHERED = 500_000_000
 
 
 def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
-    """Return the dictionary for `deepspeed.initialize`, for `distributed.zero_stage` 1 to 3.
-
-    Gradients are summed in float32 over micro-batches and ranks. The optimizer (torch's AdamW, on the CPU too) and the
-    learning rate are ours.
+    """Return the dictionary for `deepspeed.initialize`, for ZeRO 1 to 3. Gradients are summed in float32 over
+    micro-batches and ranks; the optimizer (torch's AdamW) and the learning rate are ours.
     """
     distributed, train = config.distributed, config.train
     pinned = {"device": "cpu", "pin_memory": world.device.type == "cuda"}

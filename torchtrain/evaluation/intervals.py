@@ -15,10 +15,8 @@ Interval = tuple[float, float, float]  # mean, low, high
 
 
 def mean_interval(scores: Sequence[float] | np.ndarray) -> Interval:
-    """Return a mean with Wilson's interval if all scores lie in 0..1, else with Student's.
-
-    Wilson's interval is made for scores of 0 and 1. Scores in between vary less, so it is then too wide, never too
-    narrow. It has a width even if all scores are equal: eight hits of eight do not prove that a model is perfect.
+    """Return a mean with Wilson's interval if all scores lie in 0..1, else with Student's. Wilson's has a width even if
+    all are equal; for scores between 0 and 1 it is too wide, never too narrow.
     """
     n, mean = len(scores), float(np.mean(scores))
     if not 0 <= min(scores) <= max(scores) <= 1:

@@ -155,9 +155,7 @@ def measure(
     say: Say,
     pulse: Callable[[], None] = lambda: None,
 ) -> None:
-    """Measure jobs of one model, and write a file for each result.
-
-    out, log: as for `evaluate`. say: takes one line at a time.
+    """Measure jobs of one model, and write a file for each result. out, log: as for `evaluate`. say: takes a line.
     pulse: called between two batches of prompts, and between two documents.
     """
     jobs = iter(jobs)

@@ -1,7 +1,5 @@
-"""The results of runs, read from their folders. Results that were not measured alike are refused.
-
-A run's score of a sample is the mean over its checkpoints. `NAME=RUN,RUN` is one row of several seeds, with the mean
-over them.
+"""The results of runs, read from their folders; those that were not measured alike are refused. A run's score is the
+mean over its checkpoints; `NAME=RUN,RUN` is one row, the mean of several seeds.
 """
 
 import os

@@ -1,10 +1,8 @@
 """lm-eval's HFLM with three changes: the start that prompts share is computed once, an anchor may precede each prompt,
 and logits that are not finite end the evaluation.
 
-Prompts are read in lexical order into one cache. Each prompt then shares with the one before it all that it shares with
-any earlier prompt, so that the tree of all prompts is computed, and nothing twice. transformers continues the prompts
-of a batch together. A prompt that is alone in its batch is continued in the cache itself, so that its keys exist once.
-Attention is plain causal attention, whatever the model was trained with.
+Prompts are read in lexical order into one cache, so that the tree of all prompts is computed, and nothing twice. A
+prompt alone in its batch is continued in the cache itself. Attention is plain causal attention.
 
 Legend: B prompts at a time · T tokens of the longest · H key heads · D head size · V vocabulary.
 """

@@ -62,9 +62,8 @@ class TrainingEvaluation:
     def check_fits(
         self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", say: Callable[[str], None]
     ) -> None:
-        """Make all samples, so that no fault of the suite is met after steps were taken. Tell what cannot be measured
-        for want of a material or of room; nothing is said or tried of it later on. Raises UserError: something cannot
-        be measured for another reason, or nothing can be.
+        """Make all samples before any step; say once what cannot be measured for want of a material or of room. Raises
+        UserError: something cannot be measured for another reason, or nothing can be.
         """
         with _keep_generators(), self._name_the_section():
             check_tokenizer(tokenizer, model.name_or_path or "the model", self._suite)

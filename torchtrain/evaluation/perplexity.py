@@ -85,10 +85,8 @@ def resolve_judge(judge: str, cache: str, tokenizer: "PreTrainedTokenizerFast") 
 def find_key_tokens(
     losses_of: Callable[[Sequence[int]], Tensor], ids: Sequence[int], config: KeyTokensConfig
 ) -> list[int]:
-    """Return the indices of a document's key tokens, given what returns the losses of a text's tokens but the first.
-
-    The first `context` tokens are none. Of the rest, every `stride` tokens have a short context that begins `context`
-    tokens before the first of them.
+    """Return the indices of a document's key tokens, by what returns a text's losses; the first `context` tokens are
+    none. Of the rest, every `stride` tokens have a short context that begins `context` tokens before.
     """
     long_T, found = losses_of(ids), []
     for start in range(0, len(ids) - config.context, config.stride):
@@ -133,9 +131,8 @@ def measure_perplexity(
     pulse: Callable[[], None],
     judged: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of a TaskResult: the losses of a model by document and position, in documents of `length`
-    tokens, and those of key tokens. `judged` are each document's (None: those that the model itself finds). `pulse` is
-    called after each document. Raises UserError if its logits are not finite.
+    """Return a TaskResult's fields: losses by document (of `length` tokens) and position, and of key tokens, which `judged`
+    has of each document (None: the model itself finds them). `pulse` is called after each. Raises UserError: not finite.
     """
     documents, answers, of_keys = long_documents(config, tokenizer, length), [], []
     for index, ids in enumerate(documents):

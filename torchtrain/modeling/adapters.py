@@ -35,10 +35,8 @@ _PREFIX = "base_model.model."  # of names in PEFT's files
 
 
 def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> None:
-    """Freeze a model's weights, add adapters to its linear layers, and unfreeze the modules in `also_train`.
-
-    The seed draws A, alike on every device and rank. Raises UserError: PEFT is not installed, or refuses; or the
-    settings name what the model has not, or the same twice.
+    """Freeze a model's weights, add adapters to its linear layers (the seed draws A, alike on all ranks), and unfreeze
+    `also_train`. Raises UserError: no PEFT, or it refuses; or settings name what the model has not, or twice.
     """
     try:
         from peft import inject_adapter_in_model

@@ -30,10 +30,8 @@ _MARK = "_anchorline_chunked"
 
 
 def chunk_layers(model: nn.Module, tokens: int, most: int | None = None) -> None:
-    """Make norms and MLPs of a model run for at most `tokens` tokens at a time, and again in the backward pass.
-
-    most: how many chunks are computed; default: all. With shapes only, a few chunks show what all of them hold.
-    Raises UserError: a layer has an MLP or a norm of another kind.
+    """Make norms and MLPs run for at most `tokens` tokens at a time, and again in the backward pass. most: how many
+    chunks are computed (of shapes, few show what all hold); default: all. Raises UserError: a layer is of another kind.
     """
     for form in _forms(model):
         setattr(form.module, _MARK, form)
@@ -228,10 +226,8 @@ def _run(form: _Form, tokens: int, most: int | None, x: Tensor) -> Tensor:
 
 
 class _Keep(torch.autograd.Function):
-    """The same, kept for `_Chunked` before that runs.
-
-    A layer that is computed again for its backward pass is computed up to the last tensor that it kept: so its MLP,
-    which comes last, is not computed once more in vain.
+    """The same, kept for `_Chunked` before that runs: a layer is computed again up to the last tensor that it kept, so
+    that its MLP, which comes last, is not computed once more in vain.
     """
 
     @staticmethod

@@ -1,9 +1,7 @@
 """Loads weights into a model, all or none: to train it, or to evaluate it with transformers' own attention.
 
-Under ZeRO 3 transformers' ordinary loader reads the weights (it matches names, converts and ties), and each is cut up
-among the ranks as it is read. The loader's own code for ZeRO 3 is not used: it reads the whole model into the first
-rank's memory and assumes that every weight fits. A file of the run's dtype is mapped, not read, so a rank touches only
-its own parts of it. Of another dtype, one weight at a time is converted.
+Under ZeRO 3 transformers' ordinary loader reads, converts and ties weights, each cut up as it is read: its own code for
+ZeRO 3 reads the whole model into the first rank's memory.
 """
 
 import copy
@@ -217,10 +215,7 @@ def _load(
 
 
 def _note_untied(loaded: "PreTrainedModel") -> None:
-    """Say in the model's config that the head is not tied, where the files hold another head than the embedding.
-
-    transformers 5 leaves these apart whatever the config says. Other readers of an export go by the config.
-    """
+    """Say in the config that the head is not tied, where files hold another than the embedding: readers go by it."""
     head, embedding = loaded.get_output_embeddings(), loaded.get_input_embeddings()
     if head is not None and head.weight is not embedding.weight:
         for config in (loaded.config, loaded.config.get_text_config(decoder=True)):
@@ -230,10 +225,7 @@ def _note_untied(loaded: "PreTrainedModel") -> None:
 
 @contextmanager
 def _cut_as_they_come(cutter: "Cutter") -> Iterator[None]:
-    """Let transformers' loader hand each weight to a cutter as soon as the model has it.
-
-    Tied weights stay whole until it has compared them. Upstream: transformers 5.17 to 5.23, core_model_loading.py.
-    """
+    """Let transformers' loader (5.17 to 5.23, core_model_loading.py) hand weights to a cutter; tied ones at its end."""
     from transformers import core_model_loading
 
     real = core_model_loading.set_param_for_module
@@ -262,10 +254,7 @@ def _cut_as_they_come(cutter: "Cutter") -> Iterator[None]:
 
 
 def check_same_files(source: str, world: "World") -> None:
-    """Check that all ranks read the same weights: what they load must make one model. Raises UserError: a rank's files
-    differ from the first's, in size or in what stands at `_SAMPLES` places. Raises OtherRankFailed: on the ranks whose
-    files do not.
-    """
+    """Check that all ranks read the same weights, by size and `_SAMPLES` places. Raises UserError, OtherRankFailed."""
     with world.together():
         own = _sample(source)
     first = world.from_first(own)

@@ -269,10 +269,8 @@ def _original_length(config: "PretrainedConfig", own: dict[str, Any], answer: in
 
 
 def _record_original_length(config: "PretrainedConfig", new: dict[str, Any], original: int) -> None:
-    """Set the field beside `rope_parameters` that says where scaling begins.
-
-    transformers 5 lets it overrule `rope_parameters`, so an old one must not stay. For linear it is our own record; no
-    reader looks at it there.
+    """Set the field beside `rope_parameters` that says where scaling begins, which transformers 5 lets overrule them.
+    For linear it is our own record.
     """
     if new["rope_type"] == "linear":
         setattr(config, _ORIGINAL, original)

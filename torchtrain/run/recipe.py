@@ -1,8 +1,7 @@
 """The recipe: config -> model and rows -> held-out loss -> steps -> held-out loss -> export -> report.
 
-`Trainer.begin` and `Trainer.resume` take the folder, set the run up and call `Trainer.train`, one thing after another.
-It is the same on one process and on many: every rank runs it, rank 0 writes and prints, and a mistake that any rank
-finds under `World.together` stops all of them.
+`Trainer.begin` and `Trainer.resume` take the folder, set the run up and call `Trainer.train`. Every rank runs all of
+it, rank 0 writes and prints, and a mistake that any rank finds under `World.together` stops all of them.
 """
 
 import itertools

@@ -308,10 +308,8 @@ class Journal:
                 self._senders.append(_start_tracker(name, config, self._folder.path, first, self._open))
 
     def begin_steps(self, first: int, last: int, started: float, resumed: bool) -> None:
-        """Show the training from step `first` to `last`.
-
-        started: when the process began, by `time.perf_counter`; the first step has the time since then.
-        resumed: whether the run was resumed, which the first step says, too.
+        """Show the training from step `first` to `last`. started: by `time.perf_counter`; the first step has the time
+        since. resumed: whether the run was, which the first step says, too.
         """
         self._advance = self.display.task("training", last, first)
         self._beginning = started, resumed

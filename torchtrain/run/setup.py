@@ -223,9 +223,7 @@ def open_source(config: Config, device: torch.device, log: Callable[[str], None]
 def load_model(
     config: Config, source: Source, engine: tuple[str, str], fused: tuple[str, str], world: World
 ) -> LoadedModel:
-    """Load the model onto this rank's device, and digest its weights while they are read.
-
-    engine, fused: what `choose_engine` and `choose_fused` returned.
+    """Load the model onto this rank's device, digesting its weights. engine, fused: of `choose_engine`, `choose_fused`.
     Raises UserError: the files differ between ranks, or cannot be read.
     """
     settings, recomputation = choose_recomputation(config, source.config, engine[0], world)

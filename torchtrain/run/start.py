@@ -1,7 +1,5 @@
-"""How a run gets its folder: a new run makes it, a resumed run goes back to a checkpoint in it.
-
-Every rank calls these functions alike; rank 0 writes. Nothing is made or removed before the run is set up, so nothing
-is for a run that does not fit.
+"""How a run gets its folder: a new run makes it, a resumed run goes back to a checkpoint in it. Every rank calls these
+functions alike, rank 0 writes, and nothing is made or removed before the run is set up.
 """
 
 from collections.abc import Callable
@@ -27,10 +25,8 @@ Log = Callable[[str], None]
 def make_folder(
     config: Config, setup: Setup, folder: RunFolder, world: World, replace: bool, locks: ExitStack, log: Log
 ) -> None:
-    """Make the folder of a new run, and hold its lock as long as `locks` last.
-
-    replace: if the folder holds a run, rename it to FOLDER.replaced-N.
-    Raises UserError, OtherRankFailed: the folder cannot be made; then there is none.
+    """Make a new run's folder (replace: rename a run in it to FOLDER.replaced-N), and hold its lock as long as `locks`
+    last. Raises UserError, OtherRankFailed: it cannot be made; then there is none.
     """
     with world.together():
         if world.rank == 0:

@@ -1,7 +1,5 @@
-"""Bitwise repeatable steps on a GPU. A CPU's steps are repeatable without it.
-
-FlashAttention's backward pass (in flash-attn, torch and `scaled_dot_product_attention`) sums dq with atomics, in any
-order. cuBLAS may choose an algorithm by what else runs.
+"""Bitwise repeatable steps on a GPU; a CPU's are anyway. FlashAttention's backward pass sums dq with atomics, in any
+order, and cuBLAS may choose an algorithm by what else runs.
 """
 
 import os

@@ -92,10 +92,8 @@ def measure_held_out(
 
 
 def _losses_in_order(batch: MicroBatch, each_Bt: Tensor, first: int, world: World) -> Tensor:
-    """Return of each labelled token its row's number, which part of the row holds it, and the bits of its float32 loss:
-    int64 [3, n] on the host, in one copy.
-
-    The parts are ranks, or documents where ranks took whole ones. Within a part tokens are in their order.
+    """Return int64 [3, n] on the host of each labelled token: its row, its part of the row (a rank, or a document where
+    ranks took whole ones), and the bits of its float32 loss; in their order within a part.
     """
     index_n, documents = batch.labels.index_n, batch.part["document_ids"]
     part_n = torch.full_like(index_n, world.sequence_rank)

@@ -209,10 +209,8 @@ def _add_gradients(
 
 
 def _multiply(d_logits_nV: Tensor, weight_VM: Tensor, d_hidden_nM: Tensor) -> None:
-    """Write the gradient of the hidden states, a product over the whole vocabulary.
-
-    For fewer than 64 rows MKL sums the products of all words one after another in float32; the error is 100 times that
-    of sums in parts. In half precision each part would be rounded, and the kernels sum in float32 anyway.
+    """Write the gradient of the hidden states, a product over the vocabulary. For fewer than 64 rows MKL sums it word
+    by word in float32, with 100 times the error of sums in parts; half precision would round each part.
     """
     narrow = torch.finfo(weight_VM.dtype).bits < 32
     if narrow or len(d_logits_nV) >= _FEW or d_logits_nV.device.type != "cpu":

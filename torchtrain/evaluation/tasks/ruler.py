@@ -99,9 +99,8 @@ def as_dataset(samples: list[Sample]) -> dict[str, Any]:
 def open_samples(
     task: str, length: int, tokenizer: "PreTrainedTokenizerFast", materials: Materials
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Return the samples of a task, from the suite's cache if it has them, and all settings that they depend on. Raises
-    CannotRunError: as `make_samples`. Raises UserError: as `make_samples`; or the cache is damaged or cannot be
-    written.
+    """Return a task's samples, from the suite's cache if it has them, and all settings that they depend on. Raises as
+    `make_samples`; and UserError: the cache is damaged or cannot be written.
     """
     suite = materials.suite
     identity = {
