@@ -54,13 +54,7 @@ def _attention(result: dict[str, Any]) -> str:
         "*live pairs over all pairs*",
         *(f"{rows[*column, 'sdpa, anchor']['live_ratio']:.2f}" for column in columns),
     )
-    cells = [
-        (
-            _name_of(next(row for row in own if row)),
-            *map(_share, own),
-        )
-        for own in live.values()
-    ]
+    cells = [(_name_of(next(row for row in own if row)), *map(_share, own)) for own in live.values()]
     return format_table(("", *(f"{tokens:,} {which}" for tokens, which in columns)), [share, *cells])
 
 

@@ -73,13 +73,7 @@ def _proportional(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | 
     return frequency / decimal(spec.factor or 1) if pair < rotated else Decimal(0)
 
 
-_SCALED = {
-    "linear": _linear,
-    "yarn": _yarn,
-    "llama3": _llama3,
-    "longrope": _longrope,
-    "proportional": _proportional,
-}
+_SCALED = {"linear": _linear, "yarn": _yarn, "llama3": _llama3, "longrope": _longrope, "proportional": _proportional}
 
 
 def _attention_scaling(spec: RopeSpec) -> Decimal:

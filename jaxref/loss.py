@@ -41,11 +41,7 @@ def token_nll(logits: jax.Array, shift_labels: Any) -> jax.Array:
 
 
 def batch_nll(
-    decoder: Decoder,
-    batch: Mapping[str, Any],
-    rounding: Rounding,
-    query_block: int | None = None,
-    chunk: int = 1024,
+    decoder: Decoder, batch: Mapping[str, Any], rounding: Rounding, query_block: int | None = None, chunk: int = 1024
 ) -> jax.Array:
     """Return the loss of every token of a batch: [B, T] in the carrier, 0 where ignored. `chunk`: tokens whose logits
     exist at a time.

@@ -23,12 +23,7 @@ ANCHOR, PADDING = 0, -1
 
 
 def visible(
-    document_q: Any,
-    document_k: Any,
-    index_q: Any,
-    index_k: Any,
-    window: int | None = None,
-    keep_anchor: bool = False,
+    document_q: Any, document_k: Any, index_q: Any, index_k: Any, window: int | None = None, keep_anchor: bool = False
 ) -> Any:
     """The rule, elementwise on broadcastable integer arrays of numpy or JAX; with a window the indices are places."""
     own_or_anchor = (document_k == document_q) | (document_k == ANCHOR)

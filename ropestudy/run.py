@@ -13,15 +13,7 @@ from jaxref.model import to_arrays
 from ropestudy.cells import LIBRARIES, Bench
 from ropestudy.experiments import make_questions
 from ropestudy.models import INITIALISATIONS, Pretrained, load_pretrained
-from ropestudy.schema import (
-    RESULTS,
-    AnyRecord,
-    ModelDescription,
-    Results,
-    TextDescription,
-    read_results,
-    write_results,
-)
+from ropestudy.schema import RESULTS, AnyRecord, ModelDescription, Results, TextDescription, read_results, write_results
 from ropestudy.spec import StudyConfig
 from ropestudy.text import read_pool
 

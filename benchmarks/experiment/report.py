@@ -8,15 +8,7 @@ import numpy as np
 
 from anchorline.files import save
 from anchorline.marked import MarkedPlace, read_marked
-from benchmarks.experiment.effects import (
-    Estimate,
-    correct,
-    detectable,
-    estimate,
-    log_probability,
-    read,
-    table_of,
-)
+from benchmarks.experiment.effects import Estimate, correct, detectable, estimate, log_probability, read, table_of
 from benchmarks.experiment.recall import Measurement
 from benchmarks.experiment.spec import Contrast, Run, TrainingExperiment
 

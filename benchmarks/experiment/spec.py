@@ -21,8 +21,7 @@ BOS_EACH = "+bos"  # every document opens with BOS
 _OURS = re.compile(r"\+(bos|weighted|shuffled|near)\b")  # what a mask's name says that is none of the trainer's masks
 Weights = Literal["weighted", "shuffled", "near"]
 Variant = Annotated[
-    str,
-    Field(pattern=r"^(full|intra|intra_reset|anchor)(\+tag|\+interleave|\+bos)*(\+weighted|\+shuffled|\+near)?$"),
+    str, Field(pattern=r"^(full|intra|intra_reset|anchor)(\+tag|\+interleave|\+bos)*(\+weighted|\+shuffled|\+near)?$")
 ]
 Arithmetic = Annotated[str, Field(pattern=r"^(exact|bits[1-9]_(before|after))$")]
 
@@ -104,13 +103,7 @@ class StageConfig(Section):
         return int(self.run.get("pack", {}).get("sequence_length", 0))
 
     def config(
-        self,
-        cell: Run,
-        folder: Path,
-        source: Path,
-        corpus: Path,
-        cache: Path,
-        weights: LossWeightConfig | None = None,
+        self, cell: Run, folder: Path, source: Path, corpus: Path, cache: Path, weights: LossWeightConfig | None = None
     ) -> Config:
         """Return the config of a run.
 

@@ -174,10 +174,7 @@ def final_hidden(
 
 
 def divergences_of_rows(
-    decoder: Decoder,
-    hidden: Sequence[tuple[jax.Array, Condition]],
-    documents_T: np.ndarray,
-    targets_ST: np.ndarray,
+    decoder: Decoder, hidden: Sequence[tuple[jax.Array, Condition]], documents_T: np.ndarray, targets_ST: np.ndarray
 ) -> list[list[DivergenceSample]]:
     """Return the divergence of the outputs of each of `hidden` from those of the first, row by row.
 

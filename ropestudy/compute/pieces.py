@@ -128,11 +128,7 @@ def _finish(
 
 
 def compare_layer(
-    sides: list[Side],
-    documents_T: jax.Array,
-    index_P2: np.ndarray,
-    scale: float,
-    query_block: int,
+    sides: list[Side], documents_T: jax.Array, index_P2: np.ndarray, scale: float, query_block: int
 ) -> LayerSums:
     """Return the sums of each pair in one layer. index_P2: the places of a and b among all runs of the sides."""
     queries, keys = tuple(side.q for side in sides), tuple(side.k for side in sides)

@@ -205,11 +205,7 @@ def _read_positions(
 
 
 def _documents_of(
-    positions_BT: Tensor,
-    cu_seq_lens_q: Tensor | None,
-    cu_seq_lens_k: Tensor | None,
-    seq_idx: Tensor | None,
-    told: Any,
+    positions_BT: Tensor, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, seq_idx: Tensor | None, told: Any
 ) -> Tensor:
     """Number documents from 1 as `find_packed_sequence_indices`; a row may begin inside a document."""
     begins_BT = torch.diff(positions_BT, prepend=positions_BT[:, :1]) != 1

@@ -108,12 +108,10 @@ def compare(
         typer.Argument(metavar="RUN...", help="evaluated runs, or folders of results; NAME=RUN,RUN: seeds of one row"),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(help="folder for results.md, results.tex and figures; default: not written"),
+        Path | None, typer.Option(help="folder for results.md, results.tex and figures; default: not written")
     ] = None,
     last: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST, help="number of each run's last checkpoints; default: all evaluated"),
+        int | None, typer.Option(min=1, max=MOST, help="number of each run's last checkpoints; default: all evaluated")
     ] = None,
     document: Annotated[
         Path | None, typer.Option(help="a Markdown file to update the tables in, such as docs/results.md")

@@ -28,8 +28,7 @@ class Source(Section):
         "s3://bucket/*.jsonl.zst",
     )
     texts: PathText | None = Field(
-        default=None,
-        description="glob or URL of text files, each one document with the fields text, path, folder",
+        default=None, description="glob or URL of text files, each one document with the fields text, path, folder"
     )
     dataset: Name | None = Field(default=None, description="folder of a Hugging Face dataset, or its hub id")
     subset: Name | None = Field(default=None, description="configuration name of the dataset")
@@ -91,8 +90,7 @@ class MixtureConfig(Section):
         default=None, description="number of tokens to choose; default: as many as the corpus holds"
     )
     shares: dict[Name, PositiveShare] | None = Field(
-        default=None,
-        description="token share of each domain; default: the corpus's own shares",
+        default=None, description="token share of each domain; default: the corpus's own shares"
     )
     long_tokens: Count = Field(default=4096, description="least tokens of a long document")
     long_share: Share | None = Field(default=None, description="least share of long documents in each domain's tokens")
@@ -100,8 +98,7 @@ class MixtureConfig(Section):
         default=None, description="how many times as often a long document is chosen as a short one"
     )
     most_repeats: Annotated[int, Field(ge=1, lt=2**16)] = Field(
-        default=4,
-        description="how often one document may be chosen",
+        default=4, description="how often one document may be chosen"
     )
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the choice")
 
@@ -117,23 +114,19 @@ class DataConfig(Section):
 
     sources: list[Source] = Field(default=[], max_length=10_000, description="sources of the documents")
     prepared: PathText | None = Field(
-        default=None,
-        description="a store from `torchtrain prepare`; `sources`, if given, must be the store's",
+        default=None, description="a store from `torchtrain prepare`; `sources`, if given, must be the store's"
     )
     cache: PathText = Field(default="cache", description="folder for the tokenised corpus and converted models")
     append_eos: bool = Field(default=True, description="end each document with the tokenizer's EOS")
     special_tokens: Literal["text", "control"] = Field(
-        default="text",
-        description="how a special token such as </s> in a text is read",
+        default="text", description="how a special token such as </s> in a text is read"
     )
     chat_template: PathText | None = Field(
-        default=None,
-        description="file of a chat template in Jinja; default: the tokenizer's own",
+        default=None, description="file of a chat template in Jinja; default: the tokenizer's own"
     )
     min_tokens: Count = Field(default=1, description="shorter documents are dropped and reported")
     bad_record_share: Share = Field(
-        default=0.001,
-        description="largest share of bad records; a source with more is refused",
+        default=0.001, description="largest share of bad records; a source with more is refused"
     )
     held_out_share: Share = Field(
         default=0.05, description="share of each domain's documents that are held out; 0: none, and nothing is measured"

@@ -29,16 +29,14 @@ class RopeConfig(Section):
     """
 
     type: Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = Field(
-        default="keep",
-        description="RoPE scaling by transformers' name; ntk: a larger theta; keep: the model's own",
+        default="keep", description="RoPE scaling by transformers' name; ntk: a larger theta; keep: the model's own"
     )
     theta: Theta | Literal["keep", "paper"] = Field(
         default="keep", description="rope_theta: a number, the model's own, or the paper's for this length"
     )
     factor: Stretch | None = Field(default=None, description="scale; default: new length / original length")
     original_max_position_embeddings: Count | None = Field(
-        default=None,
-        description="positions of a linearly scaled model before scaling, if its config.json does not say",
+        default=None, description="positions of a linearly scaled model before scaling, if its config.json does not say"
     )
     attention_factor: Stretch | None = Field(
         default=None, description="yarn, longrope: factor on cos and sin; default: the model's, else the type's formula"

@@ -30,12 +30,10 @@ class SaveConfig(Section):
     )
     keep: Count = Field(default=2, description="number of checkpoints to keep")
     last: Count = Field(
-        default=1,
-        description="number of models to keep: the trained one, and earlier ones in exports/",
+        default=1, description="number of models to keep: the trained one, and earlier ones in exports/"
     )
     last_every: Count | None = Field(
-        default=None,
-        description="steps between two of these models; default: as checkpoints",
+        default=None, description="steps between two of these models; default: as checkpoints"
     )
 
     @model_validator(mode="after")

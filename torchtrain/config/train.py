@@ -78,13 +78,9 @@ class TrainConfig(Section):
         description="use deterministic algorithms on a GPU, so that a run resumes bit by bit; "
         "FlashAttention then takes more time and memory",
     )
-    skip_bad_steps: CountOrZero = Field(
-        default=0,
-        description="number of bad steps that the run may leave out",
-    )
+    skip_bad_steps: CountOrZero = Field(default=0, description="number of bad steps that the run may leave out")
     loss_spike: Annotated[float, Field(gt=1, le=1e30)] | None = Field(
-        default=None,
-        description="a step is bad if its loss is more than this many times the mean of the last 16",
+        default=None, description="a step is bad if its loss is more than this many times the mean of the last 16"
     )
 
     @model_validator(mode="before")

@@ -201,11 +201,7 @@ class AnswerEncoder:
         if not _MARKS_ANSWERS.search(self._template):
             return self._mark(whole, [self._find(messages, n, tools, whole) for n in answers], "messages")
         marked = self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=self._template,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
+            messages, tools=tools, chat_template=self._template, return_dict=True, return_assistant_tokens_mask=True
         )
         ids, mask = (np.array(marked[name]) for name in ("input_ids", "assistant_masks"))
         if first:
@@ -242,11 +238,7 @@ class AnswerEncoder:
     def _rendered(self, messages: list[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=prompt,
+                messages, tools=tools, chat_template=self._template, tokenize=False, add_generation_prompt=prompt
             )
         except Exception as error:  # whatever a template raises of messages that it was not made for
             raise BadItemError(f"the chat template refuses the messages: {quoted_reason(error)}") from None

@@ -69,10 +69,7 @@ def count_classes(
     for domain, (long, short) in enumerate(held):
         budget = round(total * shares[domain])
         wanted = round(budget * _long_share(long, short, mixture))
-        classes += [
-            DocumentClass(domain, True, long, wanted),
-            DocumentClass(domain, False, short, budget - wanted),
-        ]
+        classes += [DocumentClass(domain, True, long, wanted), DocumentClass(domain, False, short, budget - wanted)]
     return classes
 
 

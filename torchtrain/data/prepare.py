@@ -29,14 +29,7 @@ from anchorline.files import PARTIAL, commit, expand, read_json, replace_file
 from torchtrain.config import DataConfig, Preparation, Source
 from torchtrain.data.clusters import LOGS, run_by_ray, slurm_script, submit_to_slurm
 from torchtrain.data.corpus import Record, Task, digest_tasks, list_tasks, read, source_name
-from torchtrain.data.identity import (
-    check_prepared,
-    digest,
-    fingerprint,
-    identity,
-    open_prepared,
-    tokenizer_digest,
-)
+from torchtrain.data.identity import check_prepared, digest, fingerprint, identity, open_prepared, tokenizer_digest
 from torchtrain.data.store import HEADER, SourceCount, TokenStore
 from torchtrain.data.writer import PreparationProgress, StoreWriter, Tokeniser, join_shards
 from torchtrain.errors import TasksUnfinished

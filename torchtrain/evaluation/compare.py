@@ -19,14 +19,7 @@ from torchtrain.evaluation.intervals import (
     sign_flip,
     student_interval,
 )
-from torchtrain.evaluation.measured import (
-    Average,
-    Measured,
-    check_alike,
-    format_length,
-    read_measured,
-    ruler_averages,
-)
+from torchtrain.evaluation.measured import Average, Measured, check_alike, format_length, read_measured, ruler_averages
 from torchtrain.evaluation.results import Result
 from torchtrain.evaluation.suite import LONGBENCH, LONGBENCH_E_PARTS, benchmark_of
 from torchtrain.evaluation.tables import ScoreTable

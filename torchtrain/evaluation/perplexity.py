@@ -131,8 +131,9 @@ def measure_perplexity(
     pulse: Callable[[], None],
     judged: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """Return a TaskResult's fields: losses by document (of `length` tokens) and position, and of key tokens, which `judged`
-    has of each document (None: the model itself finds them). `pulse` is called after each. Raises UserError: not finite.
+    """Return a TaskResult's fields: losses by document (of `length` tokens) and position, and of key tokens, which
+    `judged` has of each document (None: the model finds them). `pulse` is called after each. Raises UserError: a loss
+    is not finite.
     """
     documents, answers, of_keys = long_documents(config, tokenizer, length), [], []
     for index, ids in enumerate(documents):
@@ -151,9 +152,4 @@ def measure_perplexity(
     values = {"loss": sum(whole) / len(whole)}
     if of_keys:  # over all documents together, as LongPPL
         values |= {"key_tokens": len(of_keys), "key_token_loss": sum(of_keys) / len(of_keys)}
-    return {
-        "samples": digest_of(documents),
-        "metric": "loss",
-        "values": values,
-        "answers": answers,
-    }
+    return {"samples": digest_of(documents), "metric": "loss", "values": values, "answers": answers}

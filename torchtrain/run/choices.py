@@ -77,12 +77,7 @@ def choose_fused(
 
 
 def choose_engine(
-    config: Config,
-    engine: str,
-    kept: str | None,
-    model_config: "PretrainedConfig",
-    rows: PackedRows,
-    world: World,
+    config: Config, engine: str, kept: str | None, model_config: "PretrainedConfig", rows: PackedRows, world: World
 ) -> tuple[str, str]:
     """Return the engine of the run, and what was measured, in words. All ranks must call it; rank 0 decides.
 

@@ -26,11 +26,7 @@ def check_tokens(tokens: int) -> None:
 
 
 def attend_dense(
-    q_BTHD: Tensor,
-    k_BTKD: Tensor,
-    v_BTKD: Tensor,
-    plan: AttentionPlan,
-    layer: LayerOptions,
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
 ) -> tuple[Tensor, Tensor]:
     """Attend with a materialised mask.
 

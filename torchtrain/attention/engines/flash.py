@@ -148,12 +148,7 @@ def leave_newer() -> None:
 
 
 def attend_flash(
-    q_BTHD: Tensor,
-    k_BTKD: Tensor,
-    v_BTKD: Tensor,
-    plan: AttentionPlan,
-    layer: LayerOptions,
-    engine: str = "flash",
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions, engine: str = "flash"
 ) -> tuple[Tensor, Tensor]:
     """Attend with one varlen call. Returns out [B, T, H, D] and the detached float32 log-sum-exp [B, H, T].
 

@@ -21,11 +21,7 @@ from torchtrain.marks import PADDING
 
 
 def attend_flex(
-    q_BTHD: Tensor,
-    k_BTKD: Tensor,
-    v_BTKD: Tensor,
-    plan: AttentionPlan,
-    layer: LayerOptions,
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with compiled FlexAttention.
 

@@ -29,11 +29,7 @@ from torchtrain.attention.plan import AttentionPlan
 
 
 def attend_sdpa(
-    q_BTHD: Tensor,
-    k_BTKD: Tensor,
-    v_BTKD: Tensor,
-    plan: AttentionPlan,
-    layer: LayerOptions,
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
 ) -> tuple[Tensor, None]:
     """Attend batch by batch. Returns out [B, T, H, D] in q's dtype, and None: SDPA gives no log-sum-exp. Raises
     UserError: on CUDA torch has no kernel for this dtype and head_dim but the one that holds all pairs; an anchor kept
