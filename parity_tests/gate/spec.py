@@ -143,10 +143,9 @@ class CaseSpec(_Strict):
     @property
     def shared(self) -> "CaseSpec":
         """The case without what the oracle does not depend on: cases that have this in common share its work."""
-        names = ("variant", "rope", "rope_parameters", "dtype", "tokens", "position_offset", "documents")
-        names += ("anchor_tokens", "padding", "beyond_window", "answers", "weights", "seed")
-        given = {name: getattr(self, name) for name in names}
-        return CaseSpec(model=self.against or self.model, stages=("run",) if self.is_run else ("forward",), **given)
+        same = {name: CaseSpec.model_fields[name].default for name in _UNSEEN_BY_ORACLE}
+        model, stages = self.against or self.model, ("run",) if self.is_run else ("forward",)
+        return self.model_copy(update=same | {"model": model, "stages": stages, "against": None})
 
     @property
     def is_run(self) -> bool:
@@ -166,6 +165,7 @@ class CaseSpec(_Strict):
         return shlex.join(["parity", "run", *(f"{name}={value}" for name, value in self.given.items())])
 
 
+_UNSEEN_BY_ORACLE = ("engine", "rotation", "schedule", "warmup_steps", "infinite_step", "ranks", "repeats")
 _SAID = ("model", "variant", "rope", "engine", "dtype", "tokens", "seed")
 
 

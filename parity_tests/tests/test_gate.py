@@ -89,6 +89,13 @@ def test_a_mistake_in_a_configuration_is_named(tmp_path, text, overrides, says):
 # -- a case ------------------------------------------------------------------------------------------------------------
 
 
+def test_cases_share_the_oracle_where_it_is_the_same():
+    """Of RoPE before it sees what `dynamic` takes over, and nothing of what the candidate alone does."""
+    assert CaseSpec(rope="dynamic", rope_before="dynamic").shared != CaseSpec(rope="dynamic").shared
+    of_candidate = {"engine": "dense", "ranks": 2, "repeats": 2, "schedule": "wsd", "warmup_steps": 1}
+    assert CaseSpec(**of_candidate, against="llama").shared == CaseSpec().shared
+
+
 def test_a_whole_case_passes():
     spec = CaseSpec(dtype="bfloat16", stages=("forward", "loss", "gradients", "step"))
     case = run_case(spec, ORACLE)
@@ -147,12 +154,8 @@ def words_of(patched, spec=SPEC) -> str:
     return case.first_divergence.words
 
 
-def shifted(position_ids, document_ids):
-    return position_ids + (torch.arange(position_ids.shape[1]) >= 17)
-
-
 def test_the_words_for_positions_say_from_which_token_on():
-    text = words_of(positions(shifted))
+    text = words_of(positions(lambda position_ids, _: position_ids + (torch.arange(position_ids.shape[1]) >= 17)))
     assert text.startswith("layer 0, q after RoPE: ")
     assert text.endswith("times the allowance; positions are off by +1 from token 17 on")
 
@@ -165,11 +168,8 @@ def test_the_words_for_frequencies_name_the_pairs():
 
 
 def test_a_packer_that_is_wrong_is_caught_by_its_arrays():
-    def restart(document_ids):
-        return np.arange(len(document_ids)) + 1
-
     spec = CaseSpec(variant="intra_reset")
-    with patch.object(packer, "_restart_positions", restart):
+    with patch.object(packer, "_restart_positions", lambda document_ids: np.arange(len(document_ids)) + 1):
         case = judge(spec)
     assert case.measures[1].name == "inputs.position_ids"
     assert (case.measures[1].error > 0, case.measures[1].allowance) == (True, 0)

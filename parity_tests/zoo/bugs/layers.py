@@ -31,7 +31,6 @@ def _options(change: Callable[..., dict[str, Any]]) -> Context:
 
 
 window_off_by_one = Bug(lambda: _options(lambda _, window, **__: {"window": window and window + 1}))
-
 windows_in_other_layers = Bug(lambda: _options(lambda _, window, **__: {"window": 6 if window is None else None}))
 
 
@@ -49,7 +48,6 @@ def window_by_row_index(
 
 
 anchor_beyond_window = Bug(lambda: _options(lambda _, **__: {"keep_anchor": True, "engine": "dense"}))
-
 anchor_behind_window = Bug(lambda: _options(lambda _, **__: {"keep_anchor": False}))
 
 
@@ -105,11 +103,7 @@ def state_reset_twice(ids_BT: Tensor) -> Tensor:
 
 
 state_leaked = Bug(lambda: _state(lambda ids_BT: torch.where(ids_BT == 2, 1, ids_BT)))
-
 state_without_anchor = Bug(lambda: _state(lambda ids_BT: torch.where(ids_BT == 0, ids_BT.max() + 1, ids_BT)))
-
 scale_ignored = Bug(lambda: _options(lambda _, **__: {"scale": SIZES["head_dim"] ** -0.5}))
-
 scale_twice = Bug(lambda: _options(lambda _, scale, **__: {"scale": scale * scale}))
-
 scale_under_a_root = Bug(lambda: _options(lambda _, scale, **__: {"scale": scale**-0.5}))

@@ -145,7 +145,6 @@ def rope_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_d
 
 
 rope_inv_freq_in_bf16 = Bug(lambda: frequencies(lambda _, inv_freq_C: inv_freq_C.bfloat16().float()))
-
 rope_positions_in_bf16 = Bug(lambda: positions(lambda position_ids_BT, _: position_ids_BT.bfloat16().long()))
 
 
@@ -204,9 +203,7 @@ def _rotated(count: Callable[[int, int], tuple[int, int]]) -> Context:
 
 
 partial_ignored = Bug(lambda: _rotated(lambda D, R: (D, D)))
-
 partial_of_whole_frequencies = Bug(lambda: _rotated(lambda D, R: (R, D)))
-
 partial_rounded_up = Bug(lambda: _rotated(lambda D, R: (R + -R % 8, R + -R % 8)))
 
 

@@ -155,7 +155,6 @@ def _without(*names):
 
 
 yarn_betas_dropped = Bug(_without("beta_fast", "beta_slow"))
-
 attention_factor_dropped = Bug(_without("attention_factor"))
 
 llama3_factors_default = Bug(

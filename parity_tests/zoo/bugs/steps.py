@@ -58,7 +58,6 @@ def gradient_sums_in_half(masters, parameters):
 
 
 clip_missing = Bug(lambda: patch.object(nn.utils, "clip_grads_with_norm_", lambda *_, **__: None))
-
 clip_norm_default = Bug(lambda: settings(clip_norm=1.0))
 
 
