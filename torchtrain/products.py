@@ -63,10 +63,10 @@ def _rate(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> 
     return 2 * _N * _I * _O / min(seconds) / 1e9
 
 
-def measure_speed(dtype: torch.dtype, size: int = 1024) -> float:
+def measure_speed(dtype: torch.dtype) -> float:
     """Return the FLOP/s of a square product as a model of this dtype multiplies on this CPU, with all threads."""
+    size, seconds = 1024, []
     x = torch.ones(size, size, dtype=dtype, device="cpu")
-    seconds = []
     with torch.no_grad():
         for _ in range(1 + _TURNS):
             started = time.perf_counter()

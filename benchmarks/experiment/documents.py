@@ -45,10 +45,9 @@ class Rows:
 def write_documents(task: Task, stage: StageConfig, key: Sequence[int], path: Path, config: Config | None) -> None:
     """Write a stage's documents, a line of JSON each: into `path`, and into its `with_bos` with BOS as first words.
 
-    Args:
-        stage: the lengths of the documents, and the number of all tokens.
-        key: other documents for each.
-        config: of the run that reads them, if documents of a row may share no key.
+    stage: the lengths of the documents, and the number of all tokens.
+    key: other documents for each.
+    config: of the run that reads them, if documents of a row may share no key.
     """
     random = random_stream(task.seed, _DOCUMENTS, *key)
     low, high = np.log(stage.documents[0]), np.log(stage.documents[1] + 1)
@@ -81,9 +80,8 @@ def with_bos(path: Path) -> Path:
 def neighbours_of(lengths: np.ndarray, config: Config) -> list[set[int]]:
     """Return for each document which others are in a row with it, in the first epoch, with a tag of a token or without.
 
-    Args:
-        lengths: int [n], tokens of each document.
-        config: of the run; its packing and held-out documents are computed by the trainer's own planner.
+    lengths: int [n], tokens of each document.
+    config: of the run; its packing and held-out documents are computed by the trainer's own planner.
     """
     seed, n = config.run.seed, len(lengths)
     held = random_stream(seed, HELD_OUT, 0).permutation(n)[: max(1, round(config.data.held_out_share * n))]
@@ -126,9 +124,8 @@ def draw_keys(
 def make_rows(experiment: TrainingExperiment, tokens: int, distances: Sequence[int], rows: int) -> Rows:
     """Return rows of one document each after a BOS, with questions of every distance.
 
-    Args:
-        tokens: T.
-        rows: N.
+    tokens: T.
+    rows: N.
     """
     task, random = experiment.task, random_stream(experiment.task.seed, _ROWS, tokens)
     ids, asked = list[np.ndarray](), list[tuple[int, int, int, list[int]]]()

@@ -53,9 +53,8 @@ def table_of(
 ) -> np.ndarray:
     """Return a contrast of the answers' log-probability, [seeds, rows], of the seeds whose runs are all measured.
 
-    Args:
-        opening: bos | no_bos: how the rows open.
-        distance: by its number; default: the mean over all.
+    opening: bos | no_bos: how the rows open.
+    distance: by its number; default: the mean over all.
     """
     each = []
     for seed in sorted({run.seed for run in measured}):

@@ -21,9 +21,8 @@ def draw_row(
 ) -> tuple[np.ndarray, list[tuple[int, int, list[int]]]]:
     """Return a document that ends in questions, `each` of every distance, in an order that is drawn.
 
-    Returns:
-        Token ids [length]; place, distance and the one right answer of each question. The fact is the one earlier word
-        about its key. Distances are multiples of 4.
+    Returns token ids [length]; place, distance and the one right answer of each question. The fact is the one earlier
+    word about its key. Distances are multiples of 4.
     """
     first = length - len(distances) * each * _SPACING
     keys = random.permutation(facts.keys)
@@ -52,9 +51,8 @@ def draw(
 ) -> np.ndarray:
     """Return token ids [length] that open with filler.
 
-    Args:
-        keys: int, what the document is about; default: all.
-        planted: words by their places; nothing else is about their keys.
+    keys: int, what the document is about; default: all.
+    planted: words by their places; nothing else is about their keys.
     """
     keys = np.arange(facts.keys) if keys is None else keys
     taken = {words[0] for words in planted.values()}

@@ -27,12 +27,9 @@ def write_report(
 ) -> None:
     """Print the tables of what has been measured, or write them into a document.
 
-    Args:
-        document: a Markdown file with the marks of answers and results.
-        name: of the experiment, in the marks.
-
-    Raises:
-        UserError: the document lacks the marks.
+    document: a Markdown file with the marks of answers and results.
+    name: of the experiment, in the marks.
+    Raises UserError: the document lacks the marks.
     """
     answers = "\n".join(_answers(experiment, measured, bases))
     results = "\n".join(_results(experiment, measured, bases))

@@ -96,10 +96,9 @@ def run_experiment(experiment: TrainingExperiment, out: Path, results: Results, 
     Runs of a seed are compared, so they must begin from one base. A seed of which the results hold only some runs is
     begun again where the folder has no base of it.
 
-    Args:
-        out: a folder; experiments with other settings have other folders in it.
-        results: get each measurement as soon as its run is done.
-        workers: processes, of one thread each.
+    out: a folder; experiments with other settings have other folders in it.
+    results: get each measurement as soon as its run is done.
+    workers: processes, of one thread each.
     """
     folder = Folder(out.resolve() / hashlib.sha256(json.dumps(experiment.same).encode()).hexdigest()[:16])
     seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)

@@ -107,8 +107,7 @@ class StageConfig(Section):
     ) -> Config:
         """Return the config of a run.
 
-        Raises:
-            UserError: `run` does not fit a run's schema.
+        Raises UserError: `run` does not fit a run's schema.
         """
         source_of = {"files": str(corpus), "domain": "source"}
         ours: dict[str, dict[str, Any]] = {

@@ -5,12 +5,13 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from anchorline import environment
 from anchorline.errors import UserError, quoted
 from anchorline.files import FileEntry, parse_json, read_file
 from torchtrain import __version__
+from torchtrain.config import Section
 
 MANIFEST = "manifest.json"
 _MOST_BYTES = 1 << 28
@@ -24,11 +25,7 @@ class DamageError(UserError):
     """A checkpoint is not what was written: the message names the file."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class RunProgress(_Strict):
+class RunProgress(Section):
     """The counters of a run between two steps."""
 
     step: _Natural  # steps done
@@ -37,11 +34,13 @@ class RunProgress(_Strict):
     skipped_steps: _Natural
     recent_losses: list[float]  # what `train.loss_spike` compares with
     before: list[tuple[float, int]]  # held-out losses before training, as `Losses.means`: sum and tokens of each
-    before_blocks: list[float] = []  # as `HeldOut.blocks`; a run that began before they were kept has none
+    before_blocks: list[float] = Field(
+        default=[]
+    )  # as `HeldOut.blocks`; a run that began before they were kept has none
     metrics: FileEntry  # the beginning of `metrics.jsonl` that belongs to these steps
 
 
-class ProcessLayout(_Strict):
+class ProcessLayout(Section):
     """The device of a step, and how the step was spread over processes. Another layout gives other last digits."""
 
     processes: Annotated[int, Field(ge=1)]
@@ -57,7 +56,7 @@ class ProcessLayout(_Strict):
     float32_products: bool = False  # of a bfloat16 model on a CPU (`torchtrain.products`)
 
 
-class Manifest(_Strict):
+class Manifest(Section):
     """Everything but the tensors. `identity` is what the run is made of, `config` the resolved one."""
 
     progress: RunProgress

@@ -12,7 +12,7 @@ from torchtrain.data.dataset import (
     tag_ids,
 )
 from torchtrain.data.identity import fingerprint, identity, tokenizer_digest
-from torchtrain.data.packing import PackPlan, Span
+from torchtrain.data.packing import PackPlan
 from torchtrain.data.prepare import prepare, prepare_store
 from torchtrain.data.store import DomainSummary, TokenStore
 from torchtrain.data.writer import PreparationProgress
@@ -22,7 +22,6 @@ __all__ = [
     "PackPlan",
     "PackedRows",
     "PreparationProgress",
-    "Span",
     "Split",
     "TokenStore",
     "anchor_ids",

@@ -83,8 +83,8 @@ class StoreStatistics:
     rows: list[RowStatistics]
 
 
-def count_store(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, seed: int = 0) -> StoreStatistics:
-    """Count everything from a store's index, for rows of each length; the seed orders the documents."""
+def count_store(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS) -> StoreStatistics:
+    """Count everything from a store's index, for rows of each length."""
     mixture = None if store.header.mixture is None else MixtureConfig.model_validate(store.header.mixture)
     long_tokens = (mixture or MixtureConfig()).long_tokens
     taken = np.repeat(np.arange(len(store)), 1 if store.repeats is None else store.repeats)
@@ -103,7 +103,7 @@ def count_store(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, see
         all=_domain("all", lengths, int(lengths.sum()), long_tokens),
         before=None if store.repeats is None else by_domain(store.lengths, store.document_domains),
         mixture=None if mixture is None else _mixture(store, mixture),
-        rows=[count_rows(lengths, domains, store.domains, length, seed) for length in row_lengths],
+        rows=[count_rows(lengths, domains, store.domains, length) for length in row_lengths],
     )
 
 

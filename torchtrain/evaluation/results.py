@@ -7,19 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import entry_of, read_file, replace_file
+from torchtrain.config import Section
 
 _MOST_BYTES = 1 << 28
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class Answer(_Strict):
+class Answer(Section):
     """The model's answer to one sample (for choices: the number of one), and its score."""
 
     index: int
@@ -28,7 +25,7 @@ class Answer(_Strict):
     part: str = ""  # of LongBench-E: the length of its context; of perplexity: positions
 
 
-class Settings(_Strict):
+class Settings(Section):
     """The settings that decide a model's numbers, besides the samples."""
 
     weights: str  # SHA-256 of the checkpoint's files
@@ -36,7 +33,7 @@ class Settings(_Strict):
     dtype: str
 
 
-class Training(_Strict):
+class Training(Section):
     """How a checkpoint was trained."""
 
     model: str  # `model.source` of its run
@@ -50,7 +47,7 @@ class Training(_Strict):
     data: dict[str, Any]  # sources and mixture; {} if they are not known
 
 
-class _Kept(_Strict):
+class _Kept(Section):
     format: Literal[2] = 2
     task: str
     length: int

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -106,34 +106,28 @@ def set_up_layers(loaded: "PreTrainedModel", model: ModelConfig) -> None:
 
 def load_for_evaluation(
     folder: str,
-    attention: Literal["sdpa", "eager"] = "sdpa",
+    *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    *,
     device_map: DeviceMap | None = None,
-    trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
-    """Load a model of a folder in evaluation mode, with transformers' own attention (sdpa or eager) and a KV cache.
+    """Load a model of a folder in evaluation mode, with SDPA as transformers has it and a KV cache.
 
     None of training's checks is made: a window, capped logits or dropout are as good here as anything that transformers
     runs. Defaults: the dtype that was saved, the CPU.
 
     device_map: put layers on several devices instead, as transformers and accelerate understand it.
-    Raises UserError: another attention; a device map without accelerate or room; no causal language model, or an
-        adapter beside it; or weights missing, cut off, of another shape or not finite.
+    Raises UserError: a device map without accelerate or room; no causal language model, or an adapter beside it; or
+        weights missing, cut off, of another shape or not finite.
     """
-    if attention not in ("sdpa", "eager"):  # a name that training registered would run, without a cache
-        raise UserError(
-            f"attention {quoted(attention)}: a model is evaluated with transformers' own; choose sdpa or eager"
-        )
-    config = open_config(folder, trust_remote_code)
+    config = open_config(folder)
     config.use_cache = True  # what a training left in config.json may say otherwise
     if device_map is not None:
         check_can_spread(device_map)
     if isinstance(device_map, dict):
-        check_covers(without_weights(folder, config, trust_remote_code), device_map)
+        check_covers(without_weights(folder, config, False), device_map)
     place = device or torch.device("cpu")
-    loaded = _load(folder, config, dtype, attention, place, trust_remote_code, device_map=device_map)
+    loaded = _load(folder, config, dtype, "sdpa", place, False, device_map=device_map)
     if device_map is not None:
         check_spread(loaded, device_map)
     if loaded.generation_config is not None:

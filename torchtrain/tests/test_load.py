@@ -55,11 +55,9 @@ def generate(model: GenerationMixin, **how):
     return torch.cat(found.logits), found.sequences
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_an_exported_folder_generates_with_a_cache_what_it_does_without(exported, attention):
-    model = load_for_evaluation(exported, attention, torch.float32)
+def test_an_exported_folder_generates_with_a_cache_what_it_does_without(exported):
+    model = load_for_evaluation(exported, dtype=torch.float32)
     assert not model.training
-    assert model.config._attn_implementation == attention
     cached, tokens = generate(model)
     plain, same = generate(model, use_cache=False)
     assert torch.equal(tokens, same)
@@ -81,9 +79,7 @@ def test_the_cache_is_used_and_the_dtype_is_the_saved_one(exported):
     assert model(prompt()).past_key_values.get_seq_length() == PROMPT
 
 
-def test_an_attention_that_has_no_cache_and_weights_that_are_missing(exported, tmp_path):
-    with pytest.raises(UserError, match=r"^attention 'anchor_segments': .*choose sdpa or eager$"):
-        load_for_evaluation(exported, "anchor_segments")  # type: ignore[arg-type]
+def test_weights_that_are_cut_off_are_refused(exported, tmp_path):
     written = tmp_path / "model" / "model.safetensors"
     written.write_bytes(written.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"model\.safetensors.: a safetensors file is damaged or cut off"):
