@@ -50,10 +50,7 @@ class Embedding(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """y = x W^T (+ b), W stored [O, N] as torch stores it.
-
-    The bias joins the sum before its one rounding, as in torch's addmm.
-    """
+    """y = x W^T (+ b), W stored [O, N] as torch stores it; the bias joins the sum before its one rounding."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, rngs: nnx.Rngs | None):
         self.weight = _normal(rngs, (outputs, inputs))
@@ -68,10 +65,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis.
-
-    The quotient is rounded before the weight and again after.
-    """
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; the quotient is rounded before the weight and after it."""
 
     def __init__(self, width: int, eps: float):
         self.weight = nnx.Param(jnp.ones(width, jnp.float32))

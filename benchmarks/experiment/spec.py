@@ -105,10 +105,7 @@ class StageConfig(Section):
     def config(
         self, cell: Run, folder: Path, source: Path, corpus: Path, cache: Path, weights: LossWeightConfig | None = None
     ) -> Config:
-        """Return the config of a run.
-
-        Raises UserError: `run` does not fit a run's schema.
-        """
+        """Return the config of a run. Raises UserError: `run` does not fit a run's schema."""
         source_of = {"files": str(corpus), "domain": "source"}
         ours: dict[str, dict[str, Any]] = {
             "run": {"folder": str(folder), "seed": cell.seed},

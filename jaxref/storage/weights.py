@@ -29,10 +29,7 @@ SHOWN = 5  # names an error lists before it counts the rest
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every parameter; a tied `lm_head.weight` has none of its own.
-
-    Matrices are [outputs, inputs].
-    """
+    """Return name and shape of every parameter; a tied `lm_head.weight` has none. Matrices are [outputs, inputs]."""
     return {name: leaf.shape for name, leaf in name_leaves(_abstract(config)[1])}
 
 

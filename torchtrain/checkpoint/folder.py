@@ -13,10 +13,7 @@ _LEFT = re.compile(rf"{STEP.pattern}(?:{re.escape(PARTIAL)}|{re.escape(DELETED)}
 
 
 class CheckpointFolder:
-    """The folder of a run's checkpoints. Creating the object touches nothing.
-
-    folder: `checkpoints` in the run's folder; every rank sees the same one.
-    """
+    """The folder of a run's checkpoints, the same on every rank. Creating the object touches nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

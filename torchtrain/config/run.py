@@ -68,10 +68,7 @@ class HeldOutConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation on a suite of tasks during training, which it does not change. Results are in FOLDER-on-the-way.
-
-    It works with one process, without ZeRO.
-    """
+    """Evaluation on a suite during training, with one process, without ZeRO. Results are in FOLDER-on-the-way."""
 
     every: CountOrZero = Field(
         default=0, description="steps between two evaluations; the last step is evaluated too; 0: no evaluation"

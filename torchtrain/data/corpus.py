@@ -93,10 +93,7 @@ class Task:
 
 
 def list_tasks(sources: Sequence[Source]) -> list[Task]:
-    """Return what each task reads, in order: up to `TASK_BYTES`, or all of a source with `max_documents`.
-
-    Raises UserError: as `read`.
-    """
+    """Return what each task reads: up to `TASK_BYTES`, or a source with `max_documents` whole. Raises UserError."""
     tasks: list[Task] = []
     for number, source in enumerate(sources):
         if source.demo is not None or source.max_documents is not None:
@@ -167,9 +164,7 @@ def list_parts(source: Source) -> list[SourcePart]:
 
 
 def source_files(source: Source) -> list[FileInfo]:
-    """Return the files of a `files` or `texts` source in the order in which they are read. Raises UserError: none
-    matches, or one is not such a file.
-    """
+    """Return a source's `files` or `texts` in reading order. Raises UserError: none matches, or one is no such file."""
     return list_files(source.texts, ("",)) if source.texts is not None else list_files(source.files or "", KINDS)
 
 

@@ -332,10 +332,7 @@ def _sum_progress(state: str, stores: Iterable[TokenStore]) -> PreparationProgre
 
 
 class MakeShard:
-    """Reads the records of a task and writes its shard. It can be called as a block of datatrove's pipelines.
-
-    one_thread: leave the other cores to other tasks.
-    """
+    """Reads a task's records and writes its shard, also as a block of datatrove's. one_thread: of the tokenizer."""
 
     def __init__(
         self,

@@ -91,9 +91,7 @@ class TaskResult(_Kept):
         return sorted((answer.part, answer.index) for answer in self.answers)
 
     def scores(self, part: str = "") -> list[float]:
-        """Return the score of each sample by its number, of one part of them if it is named; the one number of a task
-        without answers.
-        """
+        """Return the score of each sample by its number, of one `part` or all; without answers the one number."""
         ordered = sorted(self.answers, key=lambda answer: answer.index)
         scores = [answer.score for answer in ordered if part in ("", answer.part)]
         return scores if part or scores else [self.values[self.metric]]

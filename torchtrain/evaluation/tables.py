@@ -24,10 +24,7 @@ _Point = tuple[str, float, Measured, Average]  # name of its line, place across,
 
 
 class ScoreTable(NamedTuple):
-    """A table: its title, the heads of its columns, rows of cells by name, and what is said below it.
-
-    A cell is bold (`**26.0**`) where a difference was shown.
-    """
+    """A table: title, heads of columns, rows of cells by name (`**26.0**`: a difference was shown), and notes."""
 
     title: str
     head: list[str]

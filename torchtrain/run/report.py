@@ -328,9 +328,7 @@ class Journal:
         self.forward("speed", step.number, speed)
 
     def has_held_out(self, step: int) -> bool:
-        """Whether `metrics.jsonl` has the held-out loss after a step, the last it has; on all ranks alike. Raises
-        UserError, OtherRankFailed: it cannot be read.
-        """
+        """Whether `metrics.jsonl` has the held-out loss after its last step. Raises UserError, OtherRankFailed."""
         found = False
         with self._world.together():
             if self._leads:
