@@ -23,9 +23,9 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_222,
+    "lines of code": 31_205,
     "lines of tests' code": 22_539,
-    "lines of source": 44_470,
+    "lines of source": 44_405,
     "lines of tests": 29_190,
     "words of docs": 31_700,
     "settings without description": 0,
