@@ -176,33 +176,62 @@ def compare(
 @app.command()
 def record(
     target: Annotated[
-        str, typer.Argument(help="module:function or file.py:function; returns a torch model and its inputs")
+        str, typer.Argument(help="module:function or file.py:function; returns (model, {name: input of the model})")
     ],
     out: Annotated[Path, typer.Option(help="the safetensors file")],
     names: Annotated[list[str] | None, typer.Option(help="names to record; * is any text")] = None,
-    backward: Annotated[bool, typer.Option(help="also the gradients of the output's `loss`")] = False,
+    backward: Annotated[
+        bool, typer.Option(help="of torch: call backward on the output's `loss`, record gradients")
+    ] = False,
 ) -> None:
-    """Record what a torch model computes, for `parity compare`. The function returns the model and its named inputs.
+    """Call a model of torch or Flax once, and record what every module returns, for `parity compare`.
 
-    In code of your own, copy parity_tests/record.py (Flax: record_flax.py), which needs nothing of this project.
+    The model of flax.linen is bound to its variables. To record in your own code, copy parity_tests/record.py (Flax:
+    record_flax.py), which needs nothing else of this project.
 
     Example: parity record mine.py:make --out bf16.safetensors --names 'model.layers.*'
     """
     with _interruptible():
-        from anchorline.errors import UserError
+        from anchorline.errors import UserError, one_line
         from parity_tests.checking.target import load_target
         from parity_tests.comparing.dumps import open_dump
+
+        make = load_target(target)
+        try:
+            found = make()
+            if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+                raise UserError(f"target {target!r}: returns {type(found).__name__}; return (model, {{name: input}})")
+            _record(*found, out, names or "*", backward)
+        except UserError:
+            raise
+        except Exception as error:  # in code that is not ours
+            raise UserError(
+                f"target {target!r}: running it raises {type(error).__name__}: {one_line(error)}"
+            ) from error
+    print(f"{out}: {len(open_dump(out).arrays)} arrays")
+
+
+def _record(model: Any, inputs: dict[str, Any], out: Path, names: Any, backward: bool) -> None:
+    from anchorline.errors import UserError
+
+    if hasattr(model, "named_modules"):
         from parity_tests.record import record
 
-        found = load_target(target)()
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-            raise UserError(f"target {target!r}: returns {type(found).__name__}; return (model, {{name: input}})")
-        model, inputs = found
-        with record(model, out, names or "*", **{n: x for n, x in inputs.items() if hasattr(x, "dtype")}):
+        with record(model, out, names, **{n: x for n, x in inputs.items() if hasattr(x, "dtype")}):
             output = model(**inputs)
             if backward:
                 output.loss.backward()
-    print(f"{out}: {len(open_dump(out).arrays)} arrays")
+    elif hasattr(model, "sow") and getattr(model, "scope", model) is not None:
+        from parity_tests.record_flax import record as record_flax
+
+        if backward:
+            raise UserError("--backward: a Flax model has no backward pass to record; leave it out")
+        record_flax(model, out, names=names, **inputs)
+    else:
+        raise UserError(
+            f"the model is of {type(model).__name__}; return a torch.nn.Module, an nnx.Module, or a linen module "
+            "that is bound: module.bind(variables)"
+        )
 
 
 @app.command()

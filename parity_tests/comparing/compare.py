@@ -16,6 +16,7 @@ from parity_tests.comparing.dumps import Array, Dump
 from parity_tests.comparing.hints import explain, know
 from parity_tests.comparing.judging import SHOWN, Found, Rule, Sides, choose, measure_all
 from parity_tests.mistakes.words import sentence, where
+from parity_tests.report.names import group_of
 from parity_tests.report.schema import CaseReport, Divergence, Environment, Report
 
 FINER = ("float8_e5m2", "float8_e4m3", "bfloat16", "float16", "float32", "float64")
@@ -84,14 +85,17 @@ def _pair(
     engine alone can have.
     """
     names = choose(truth.arrays, only)
-    shared = [name for name in names if name in candidate.arrays]
+    apart = list(
+        dict.fromkeys(name for dump in (truth, candidate) for name in _of_one_engine(dump, candidate, truth, only))
+    )
+    shared = [name for name in names if name in candidate.arrays and name not in apart]
     if not shared:
         mine, theirs = (", ".join(list(dump.arrays)[:SHOWN]) for dump in (candidate, truth))
         raise UserError(
             f"no name is in both dumps: {candidate.source} has {mine}, ...; {truth.source} has {theirs}, ...; give a "
             "map of names with --names or --truth-names"
         )
-    problems, apart = [], [name for dump in (truth, candidate) for name in _of_one_engine(dump, candidate, truth, only)]
+    problems = []
     for words, missing in (
         ("the candidate lacks", [name for name in names if name not in candidate.arrays]),
         ("the candidate alone has", [name for name in choose(candidate.arrays, only) if name not in truth.arrays]),
@@ -119,15 +123,20 @@ def _pair(
 
 
 def _of_one_engine(dump: Dump, candidate: Dump, truth: Dump, only: Sequence[str]) -> list[str]:
-    """Names of a dump without a counterpart that the map of one side does not know, where the sides have other maps."""
+    """Names of a dump that say nothing of the other engine, where the sides have other maps: those without a
+    counterpart that one map lacks, and outputs of modules that both engines call alike and neither map knows.
+    """
     maps = {candidate.targets, truth.targets}
-    return [
-        name
-        for name in choose(dump.arrays, only)
-        if len(maps) > 1
-        and not (name in candidate.arrays and name in truth.arrays)
-        and any(targets and not choose([name.rpartition(": ")[2]], targets) for targets in maps)
-    ]
+    found = []
+    for name in choose(dump.arrays, only) if len(maps) > 1 else ():
+        bare = name.rpartition(": ")[2]
+        unknown = [bool(targets) and not choose([bare], targets) for targets in maps]
+        if name in candidate.arrays and name in truth.arrays:
+            if all(unknown) and group_of(bare) == "forward" and not bare.startswith("inputs."):
+                found.append(name)
+        elif any(unknown):
+            found.append(name)
+    return found
 
 
 def _first(names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ Steps are done for each rank, until `join` or `sum` makes one array of them:
 | `groups: q` (`k`, `v`)   | one of q, k and v, where the last axis has them for each key/value group in turn |
 | `heads`                  | split the last axis into heads                                                 |
 | `half_split`             | neighbours that RoPE rotates, in the order of the two halves of a head         |
+| `unscale`                | times the root of head_dim, where the weights of q hold the softmax scale        |
 | `move: [AXIS, ...]`      | axes in another order                                                          |
 | `rows`                   | [T, ...] of one packed row as [1, T, ...]                                      |
 | `join: AXIS`, `sum`      | the ranks' slices of an axis, or their partial results, together               |
@@ -213,6 +214,7 @@ _STEPS: dict[str, Any] = {
     "groups": _group,
     "heads": lambda x, _, sizes: x.reshape(*x.shape[:-1], -1, sizes["head_dim"]),
     "half_split": lambda x, _, sizes: np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1),
+    "unscale": lambda x, *_: x.astype(np.float64) * x.shape[-1] ** 0.5,
     "move": lambda x, axes, _: x.transpose(axes),
     "rows": lambda x, *_: x[None],
 }
