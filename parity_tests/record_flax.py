@@ -49,9 +49,9 @@ def write(arrays: Mapping[str, Any], path: str | Path, names: str | Sequence[str
 def _walk(found: Any, name: str, arrays: dict[str, Any]) -> None:
     if isinstance(found, jax.Array):
         number = sum(key == name or key.startswith(f"{name} #") for key in arrays)
-        arrays[f"{name} #{number + 1}" if number else name or "output"] = found
+        arrays[f"{name} #{number + 1}" if number else name] = found
     elif isinstance(found, Mapping | tuple | list):
         mapping = isinstance(found, Mapping)
         for key, value in found.items() if mapping else enumerate(found):
             own = key == "__call__" if mapping else key == 0  # layer 0 is the key 0 of a mapping
-            _walk(value, name if own else f"{name}.{key}".lstrip("."), arrays)
+            _walk(value, name or "output" if own else f"{name}.{key}".lstrip("."), arrays)

@@ -248,9 +248,7 @@ def test_half_precision_is_judged_as_what_its_values_are(tmp_path, dtype, widene
 
 def test_the_order_is_that_of_the_computation(tmp_path):
     by_name = ["model.embed_tokens", "layers.9.q", "layers.9.mlp", "layers.10.q", "logits"]
-    by_name += [
-        f"gradients.{name}.weight" for name in ("lm_head", "layers.10.mlp", "layers.9.mlp", "model.embed_tokens")
-    ]
+    by_name += [f"gradients.{n}.weight" for n in ("lm_head", "layers.10.mlp", "layers.9.mlp", "model.embed_tokens")]
     names = sorted(by_name)
     arrays = {name: np.zeros(2) for name in names}
     path = write(tmp_path / "a.safetensors", arrays)
@@ -301,13 +299,8 @@ def test_logprobs_of_a_sampler_are_judged_and_described(tmp_path):
     true = [-random.exponential(2.0, n) for n in (40, 25)]
 
     def lines(name: str, error: float, shift: float = 0.0, ids: int = 0) -> str:
-        rows = [
-            {
-                "token_ids": [*range(ids, ids + len(x))],
-                "logprobs": [*(x + shift + error * random.standard_normal(len(x)))],
-            }
-            for x in true
-        ]
+        values = [[*(x + shift + error * random.standard_normal(len(x)))] for x in true]
+        rows = [{"token_ids": [*range(ids, ids + len(x))], "logprobs": x} for x in values]
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
         return str(tmp_path / name)
 
@@ -319,12 +312,7 @@ def test_logprobs_of_a_sampler_are_judged_and_described(tmp_path):
     judged = ("--truth", truth, "--reference", trainer)
     right = run_on(lines("sampler", 0.012), *judged)
     assert right.exit_code == 0, right.output
-    for words in (
-        "difference of 65 tokens: mean",
-        "KL divergence, estimated: ",
-        "from position 0: ",
-        "differs most is ",
-    ):
+    for words in ("difference of 65 tokens: mean", "KL divergence, estimated", "from position 0: ", "differs most is "):
         assert words in right.stdout
     wrong = run_on(lines("sampler", 0.012, 0.1), *judged)
     assert (wrong.exit_code, "DIFFERENT: logprobs" in wrong.stdout) == (1, True), wrong.output
