@@ -27,8 +27,8 @@ from parity_tests.comparing.compare import compare
 from parity_tests.comparing.dumps import Array, Dump, sort_key
 from parity_tests.comparing.judging import Rule
 from parity_tests.comparing.names import load_names, rename
+from parity_tests.oracle import widen
 from parity_tests.record import watch
-from parity_tests.taps import _widen
 
 T, ROWS, FIRST, DTYPES = 53, 2, 1000, ("float32", "bfloat16")
 ROWS_OF_STUDY = yaml.safe_load((Path(__file__).parent / "compare_study.yaml").read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ def dump(seed: int, dtype: str, change: Change = lambda model: None, apart: bool
     arrays["loss"] = torch.stack(losses).detach().sum(0, keepdim=True)
     for name, p in model.named_parameters():
         arrays[f"gradients.{name}"] = torch.zeros_like(p) if p.grad is None else p.grad
-    kept = {name: (str(x.dtype).removeprefix("torch."), _widen(x)) for name, x in arrays.items()}
+    kept = {name: (str(x.dtype).removeprefix("torch."), widen(x)) for name, x in arrays.items()}
     held = {name: [Array(dtype, lambda x=x: x)] for name, (dtype, x) in kept.items()}
     named = rename(Dump("", held, model.config.to_dict()), load_names("hf"))
     return Dump("", {n: named.arrays[n] for n in sorted(named.arrays, key=sort_key)}, named.config, named.targets)

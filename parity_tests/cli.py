@@ -81,29 +81,35 @@ def run(
 def compare(
     candidate: Annotated[Path, typer.Argument(help="safetensors: a file, or a folder of one file a rank or step")],
     truth: Annotated[
-        Path | None, typer.Option(help="the same arrays from float64, or finer than the candidate")
+        Path | None, typer.Option(help="the same arrays in float64, or in a dtype finer than the candidate's")
     ] = None,
     reference: Annotated[
         Path | None, typer.Option(help="the same arrays with the candidate's roundings, by an engine you trust")
     ] = None,
-    against: Annotated[Path | None, typer.Option(help="instead of a truth, another candidate: the difference")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="instead of a truth, another dump: shows how they differ, judges nothing")
+    ] = None,
     names: Annotated[
         str, typer.Option(help="map of the candidate's names: a file, auto, none, hf, megatron, ...")
     ] = "auto",
-    truth_names: Annotated[str, typer.Option(help="map of the others' names")] = "auto",
+    truth_names: Annotated[str, typer.Option(help="map of the names of truth, reference and against")] = "auto",
     config: Annotated[Path | None, typer.Option(help="the model's config.json, where the dumps lack it")] = None,
     order: Annotated[
         Path | None, typer.Option(help="file of names in the order of the computation, one a line")
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="names to compare; * is any text")] = None,
     axes: Annotated[list[str] | None, typer.Option(help="letters of axes, such as '*.attn=BTHD' or '*=TM'")] = None,
-    dtype: Annotated[str | None, typer.Option(help="the candidate's, where the stored one is wider")] = None,
-    operations: Annotated[int, typer.Option(min=1, help="roundings a layer, where there is no reference")] = 16,
-    logprobs: Annotated[bool, typer.Option(help="files of token_ids and logprobs: JSONL or safetensors")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="what the candidate computes in, where it is stored in a wider dtype")
+    ] = None,
+    operations: Annotated[int, typer.Option(min=1, help="without a reference: roundings that a layer may make")] = 16,
+    logprobs: Annotated[
+        bool, typer.Option(help="the files hold token_ids and logprobs, as JSONL or safetensors")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="report.html, report.json, junit.xml, badge.json")] = None,
     format_: Format = "text",
 ) -> None:
-    """Judge what any engine wrote: array by array, against a truth, with what a reference errs as the allowance.
+    """Compare what two engines computed: which array is the first that differs by more than rounding, and why.
 
     An array passes if its error against the truth is at most twice the reference's, plus one rounding. Without a
     reference the truth's own rounding alone is allowed: noise floor only, not a proof. Needs neither torch nor JAX.
@@ -125,7 +131,7 @@ def compare(
             raise UserError(f"--axes {text}: write a pattern of names and letters, such as '*.attn=BTHD'")
         given[pattern] = letters
     if (truth is None) == (against is None) or (against and reference):
-        raise UserError("give --truth, perhaps with --reference; or --against alone, and the difference is shown")
+        raise UserError("give --truth, with --reference if you have one; or --against alone")
     if dtype not in (None, *UNIT_ROUNDOFF):
         raise UserError(f"--dtype {dtype}: unknown; choose from {', '.join(UNIT_ROUNDOFF)}")
     with _interruptible():
@@ -148,7 +154,7 @@ def compare(
             dump = open_dump(path, order, config)
             if called == "auto":
                 called = recognise(dump)
-                print(f"names of {path}: {called or 'as they are'}")
+                print(f"names of {path}: {f'by the map {called}' if called else 'as they are'}")
             return dump if called in (None, "none") else rename(dump, load_names(called))
 
         first, second, third, fourth = (

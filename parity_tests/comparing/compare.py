@@ -85,9 +85,7 @@ def _pair(
     engine alone can have.
     """
     names = choose(truth.arrays, only)
-    apart = list(
-        dict.fromkeys(name for dump in (truth, candidate) for name in _of_one_engine(dump, candidate, truth, only))
-    )
+    apart = _not_shared(candidate, truth, only)
     shared = [name for name in names if name in candidate.arrays and name not in apart]
     if not shared:
         mine, theirs = (", ".join(list(dump.arrays)[:SHOWN]) for dump in (candidate, truth))
@@ -118,24 +116,22 @@ def _pair(
         for rank, array in enumerate(mine):
             assert array is not None
             pairs[f"{name} [rank {rank}]" if len(mine) > 1 else name] = (array, true, other[min(rank, len(other) - 1)])
-    notes = [f"not compared: {len(apart)} names that one of the engines alone has ({_first(apart)})"] if apart else []
+    notes = [f"not compared: {len(apart)} names that the engines do not share ({_first(apart)})"] if apart else []
     return pairs, problems, notes
 
 
-def _of_one_engine(dump: Dump, candidate: Dump, truth: Dump, only: Sequence[str]) -> list[str]:
-    """Names of a dump that say nothing of the other engine, where the sides have other maps: those without a
-    counterpart that one map lacks, and outputs of modules that both engines call alike and neither map knows.
+def _not_shared(candidate: Dump, truth: Dump, only: Sequence[str]) -> list[str]:
+    """Names that say nothing of the other engine, where the sides have other maps: those without a counterpart that
+    one map lacks, and outputs of modules that both engines call alike and neither map knows.
     """
     maps = {candidate.targets, truth.targets}
     found = []
-    for name in choose(dump.arrays, only) if len(maps) > 1 else ():
+    for name in choose({**truth.arrays, **candidate.arrays}, only) if len(maps) > 1 else ():
         bare = name.rpartition(": ")[2]
         unknown = [bool(targets) and not choose([bare], targets) for targets in maps]
         if name in candidate.arrays and name in truth.arrays:
-            if all(unknown) and group_of(bare) == "forward" and not bare.startswith("inputs."):
-                found.append(name)
-        elif any(unknown):
-            found.append(name)
+            unknown = [all(unknown) and group_of(bare) == "forward" and not bare.startswith("inputs.")]
+        found += [name] if any(unknown) else []
     return found
 
 
@@ -168,8 +164,8 @@ def _refuse_coarse(pairs: Mapping[str, Sides], dtype: str | None) -> None:
     if kinds and all(true <= mine for mine, true in kinds):
         mine, true = (FINER[max(kind)] for kind in zip(*kinds, strict=True))
         raise UserError(
-            f"--truth: is {true}, no finer than the candidate, which is {mine}: write it in float64; or give it as "
-            "--against, and the difference is shown"
+            f"--truth: its arrays are {true}, no finer than the candidate's, which are {mine}: record the truth in "
+            "float64; or give it as --against, which shows the difference and judges nothing"
         )
 
 
@@ -194,8 +190,8 @@ def _conclude(
     ]
     if rule.kind != "difference" and finer:
         notes.append(
-            f"the truth of {len(finer)} arrays is no finer than the candidate ({finer[0].name}, ...), so that less is "
-            "seen there"
+            f"in {len(finer)} arrays ({finer[0].name}, ...) the truth has no finer dtype than the candidate: small "
+            "mistakes there may pass"
         )
     more = f"; and {len(problems) - SHOWN} more such" if len(problems) > SHOWN else ""
     return {
@@ -231,10 +227,10 @@ def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rul
     if rule.kind != "difference" and inner and first.dtype and all(f.measure for f in inner):
         last = max(inner, key=lambda f: f.measure.ratio if f.measure else 0.0)
         ratio = last.measure.ratio if last.measure else 0.0
-        word = "it was handed on" if ratio > HANDED_ON * measure.ratio else "it starts here"
+        word = "it comes from before" if ratio > HANDED_ON * measure.ratio else "it starts here"
         notes.append(
-            f"{word}: {last.name} before it errs {ratio:.2g} of its allowance (error in {last.relative:.2g} of its "
-            f"size, error out {first.relative:.2g})"
+            f"{word}: {last.name} before it errs by {ratio:.2g} of its allowance (relative error {last.relative:.2g} "
+            f"there, {first.relative:.2g} here)"
         )
     if before:
         notes.append(f"passed before it: {len(before)} arrays, {before[0].name} to {before[-1].name}")
@@ -244,7 +240,7 @@ def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rul
     broken = [f for f in behind if f.measure and not f.measure.passed]
     if behind:
         notes.append(
-            f"behind it {len(broken)} of {len(behind)} arrays {'break' if rule.kind != 'difference' else 'differ'}"
+            f"after it {len(broken)} of {len(behind)} arrays {'break' if rule.kind != 'difference' else 'differ'}"
         )
     growth = [(f.measure.layer, f.relative) for f in behind if f.measure and f.measure.tap == measure.tap]
     layers = [(layer, error) for layer, error in growth if layer is not None and error > 0]

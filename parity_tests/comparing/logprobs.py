@@ -52,9 +52,10 @@ def open_logprobs(path: Path) -> Dump:
 
 def _read_lines(path: Path) -> dict[str, np.ndarray]:
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    wrong = next((n for n, x in enumerate(lines, 1) if len(x["token_ids"]) != len(x["logprobs"])), None)
-    if wrong is not None:
-        raise UserError(f"--logprobs {quoted(str(path))}: line {wrong} has not one log-probability for each token")
+    for number, x in enumerate(lines, 1):
+        if len(x["token_ids"]) != len(x["logprobs"]):
+            counts = f"{len(x['token_ids'])} token_ids and {len(x['logprobs'])} logprobs"
+            raise UserError(f"--logprobs {quoted(str(path))}: line {number} has {counts}; give one for each token")
     columns = zip(
         *((i, v, n) for n, x in enumerate(lines) for i, v in zip(x["token_ids"], x["logprobs"], strict=True)),
         strict=True,

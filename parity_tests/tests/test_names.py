@@ -52,7 +52,6 @@ def torchtitan_0_1(own: Arrays, rank: int) -> Arrays:
 
 
 def torchtitan(own: Arrays, rank: int) -> Arrays:
-    """Of 0.3: q, k and v have their heads, whatever makes them."""
     names = {"qkv_linear": "wq", "qkv_linear.1": "wk", "qkv_linear.2": "wv", "inner_attention": "wo.input"}
     made = torchtitan_0_1(own, rank)
     for i in range(2):
