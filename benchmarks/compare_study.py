@@ -1,9 +1,10 @@
 """What `parity compare` catches, where it says that a fault is, and how often it gives a false alarm.
 
-    python -m benchmarks.compare_study [--seeds 25]      # writes benchmarks/results/compare-study.json
+    python -m benchmarks.compare_study [--seeds 20]      # writes benchmarks/results/compare-study.json
 
-A tiny Llama of transformers is recorded with each change of compare_study.yaml, and in ways that are right. Truth is
-the model in float64, the reference its eager attention in the candidate's dtype.
+A tiny Llama of transformers is recorded with each change of compare_study.yaml, and in ways that are right; so is
+`jaxref.Decoder` with the changes that are of its weights, modules or settings. Truth is transformers' model in float64,
+the reference its eager attention in the candidate's dtype.
 """
 
 import copy
@@ -11,18 +12,28 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 import yaml
+from flax import nnx
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama as llama
 
 from anchorline.files import save
+from jaxref.decoder_config import DecoderConfig
+from jaxref.loss import token_nll
+from jaxref.rope_spec import RopeSpec
+from jaxref.rounding import preset
+from jaxref.storage.weights import from_arrays
 from parity_tests.comparing.compare import compare
 from parity_tests.comparing.dumps import Array, Dump, sort_key
 from parity_tests.comparing.judging import Rule
@@ -78,9 +89,9 @@ def dump(seed: int, dtype: str, change: Change = lambda model: None, apart: bool
     return Dump("", {n: named.arrays[n] for n in sorted(named.arrays, key=sort_key)}, named.config, named.targets)
 
 
-def judge(seed: int, dtype: str, change: Change, apart: bool = False) -> tuple[float, str | None, float]:
+def judge(candidate: Dump, seed: int, dtype: str) -> tuple[float, str | None, float]:
     """The largest ratio, the first array that breaks, and seconds that judging took."""
-    sides = dump.__wrapped__(seed, dtype, change, apart), dump(seed, "float64"), dump(seed, dtype)
+    sides = candidate, dump(seed, "float64"), dump(seed, dtype)
     started = time.process_time()
     case = compare(*sides, None, Rule({}, None, 16, "reference")).cases[0]
     first = case.first_divergence
@@ -124,6 +135,35 @@ def _wide_head(model: Any) -> None:
     model.lm_head.forward = lambda x, w=model.lm_head: F.linear(x.float(), w.weight.float()).to(x.dtype)
 
 
+@cache
+def _compiled() -> list[Any]:
+    functions = (llama.LlamaRMSNorm.forward, llama.apply_rotary_pos_emb, llama.eager_attention_forward)
+    return [torch.compile(function, fullgraph=True, dynamic=False) for function in functions]
+
+
+def _compile(model: Any) -> Any:
+    norm, rotate, attend = _compiled()
+    for m in model.modules():
+        if isinstance(m, llama.LlamaRMSNorm):
+            m.forward = partial(norm, m)
+    return patch.multiple(llama, apply_rotary_pos_emb=rotate, eager_attention_forward=attend)
+
+
+def _in_halves(model: Any) -> Any:
+    """Tokens in two halves: gradients of weights, keys and values are sums of two parts."""
+    at, right = T // 2, llama.eager_attention_forward
+    for m in model.modules():
+        if isinstance(m, nn.Linear | llama.LlamaRMSNorm):
+            m.forward = lambda x, f=m.forward: torch.cat([f(x[:, :at]), f(x[:, at:])], 1)
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **rest: Any) -> tuple[Tensor, None]:
+        halves = (slice(at), slice(at, None))
+        parts = [right(module, q[:, :, own], k, v, mask[:, :, own], **rest)[0] for own in halves]
+        return torch.cat(parts, 1), None
+
+    return patch.object(llama, "eager_attention_forward", attend)
+
+
 WAYS: dict[str, tuple[Change, bool]] = {
     "the same": (lambda model: None, False),
     "SDPA": (_sdpa, False),
@@ -132,6 +172,8 @@ WAYS: dict[str, tuple[Change, bool]] = {
     "products in two parts, as two tensor parallel ranks": (_in_parts, False),
     "activations recomputed": (_recompute, False),
     "the head in float32": (_wide_head, False),
+    "norms, rotation and attention under torch.compile": (_compile, False),
+    "tokens in two halves, as two sequence parallel ranks": (_in_halves, False),
     "each row by itself, as two data parallel ranks": (lambda model: None, True),
 }
 
@@ -258,32 +300,116 @@ CHANGES: dict[str, Change] = {
 }
 
 
+# -- the same in Flax --------------------------------------------------------------------------------------------------
+
+
+class Instead(nnx.Module):
+    """A module of the decoder with another output: `change(output, module, input)`."""
+
+    def __init__(self, module: nnx.Module, change: Callable[..., Any]):
+        self.module, self.change = module, change
+
+    def __call__(self, x: jax.Array, *rest: Any) -> jax.Array:
+        """What the module returns, changed."""
+        return self.change(self.module(x, *rest), self.module, x)
+
+
+def _norm(x: jax.Array, m: Any, centre: bool = False) -> jax.Array:
+    x = x - x.mean(-1, keepdims=True) if centre else x
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * m.weight[...].astype(x.dtype)
+
+
+def _mlp(
+    x: jax.Array, m: Any, act: Callable[..., jax.Array], gate: str = "gate_proj", up: str = "up_proj"
+) -> jax.Array:
+    times = lambda x, name: x @ getattr(m, name).weight[...].T.astype(x.dtype)  # noqa: E731
+    return times(act(times(x, gate)) * times(x, up), "down_proj")
+
+
+def _mean_square(x: jax.Array) -> jax.Array:
+    return jnp.mean(x * x, -1, keepdims=True)
+
+
+KEPT = jax.random.bernoulli(jax.random.key(0), 0.9, (ROWS, T, 1)) / 0.9
+OF_WEIGHTS = {"offset", "transposed", "kv", "rows", "untied", "block_scale", "zero_point", "ranks"}
+OF_MODULES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "norm_in_half": ("input_layernorm", lambda out, m, x: _norm(x.astype(jnp.bfloat16), m).astype(x.dtype)),
+    "layernorm": ("input_layernorm", lambda out, m, x: _norm(x, m, centre=True)),
+    "epsilon": ("input_layernorm", lambda out, m, x: x / (jnp.sqrt(_mean_square(x)) + 1e-6) * m.weight[...]),
+    "rsqrt": ("input_layernorm", lambda out, m, x: x / jax.lax.rsqrt(_mean_square(x) + 1e-6) * m.weight[...]),
+    "norm_twice": ("input_layernorm", lambda out, m, x: _norm(out, m)),
+    "no_final_norm": ("norm", lambda out, m, x: x),
+    "embed_scale": ("embed_tokens", lambda out, m, x: out * 16),
+    "bias": ("self_attn.k_proj", lambda out, m, x: out + 0.1),
+    "gate_up": ("mlp", lambda out, m, x: _mlp(x, m, jax.nn.silu, "up_proj", "gate_proj")),
+    "gelu": ("mlp", lambda out, m, x: _mlp(x, m, partial(jax.nn.gelu, approximate=False))),
+    "dropout": ("mlp", lambda out, m, x: out * KEPT),
+}
+FLAX, HALF = "written by jaxref, in Flax", "bfloat16"
+OF_SETTINGS: dict[str, dict[str, Any]] = {
+    "no_scale": {"scale": 1.0}, "wide_scale": {"scale": 256**-0.5}, "window": {"windows": (40,) * 3},
+    "theta": {"rope": RopeSpec(64, 1e5)}, "linear": {"rope": RopeSpec(64, 1e4, "linear", 2.0)},
+    "half": {"rope": RopeSpec(64, 1e4, "proportional", partial_rotary_factor=0.5)},
+    "angles": {"position": "bf16", "inv_freq": "bf16"}, "inv_freq": {"inv_freq": "bf16"},
+    "positions": {"position": "bf16"}, "logits": {"logits": "bf16"},
+}  # fmt: skip
+OF_INPUTS = {"boundary", "labels", "counted"}
+IN_FLAX = {*OF_WEIGHTS, *OF_MODULES, *OF_SETTINGS, *OF_INPUTS}
+
+
+def dump_of_flax(seed: int, dtype: str, key: str = "") -> Dump:
+    """Outputs and loss of `jaxref.Decoder`, rounded as transformers rounds, with a change of IN_FLAX."""
+    source, inputs = make(seed)
+    model = copy.deepcopy(source).to(getattr(torch, dtype))
+    if key in OF_WEIGHTS:
+        CHANGES[key](model)
+    config, rounding = DecoderConfig.from_hf(model.config.to_dict()), preset("fp32")
+    rounding = preset("hf_eager_bf16") if dtype == HALF else rounding
+    for name, value in OF_SETTINGS.get(key, {}).items():
+        config = replace(config, **{name: value}) if hasattr(config, name) else config
+        rounding = replace(rounding, **{name: value}) if hasattr(rounding, name) else rounding
+    decoder = from_arrays(config, {name: widen(p) for name, p in model.state_dict().items()})
+    path, change = OF_MODULES.get(key, ("", None))
+    if change is not None:
+        *parents, own = path.split(".")
+        at: Any = decoder if path in ("norm", "embed_tokens") else decoder.layers[1]
+        for parent in parents:
+            at = getattr(at, parent)
+        setattr(at, own, Instead(getattr(at, own), change))
+    ids, labels, positions = (inputs[name].numpy() for name in ("input_ids", "labels", "position_ids"))
+    positions = positions + (positions > FIRST + 20) if key == "boundary" else positions
+    _, taps = decoder(ids, positions, np.ones_like(ids), rounding, taps=True)
+    labels = np.roll(labels, -1, 1) if key == "labels" else labels
+    after = np.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+    loss = token_nll(taps["logits"], after).sum() / (ROWS * (T if key == "counted" else T - 1))
+    arrays = {n: np.asarray(x) for n, x in taps.items() if n != "rope_table"}
+    held = {n: [Array(dtype, lambda x=x: x)] for n, x in arrays.items()}
+    held["loss"] = [Array("float32", lambda: np.asarray(loss, np.float32)[None])]
+    return Dump("", {n: held[n] for n in sorted(held, key=sort_key)}, model.config.to_dict())
+
+
+def first_in_flax(key: str) -> str:
+    """The first array that is wrong there: settings are those of all layers, and no module is inside of the MLP."""
+    first = ROWS_OF_STUDY[key][2]
+    first = first.replace("layers.1", "layers.0") if key in OF_SETTINGS else first
+    return "layers.1.mlp" if first.endswith("down_proj") else first
+
+
 def main() -> None:
-    """Try all, print both tables, keep the numbers."""
-    seeds = int(sys.argv[sys.argv.index("--seeds") + 1]) if "--seeds" in sys.argv else 25
-    wrong = {key: {dtype: judge(0, dtype, change) for dtype in DTYPES} for key, change in CHANGES.items()}
-    right = {
-        way: [judge(seed, DTYPES[seed % 2], change, apart) for seed in range(seeds)]
-        for way, (change, apart) in WAYS.items()
+    """Try all, and keep the numbers."""
+    seeds = int(sys.argv[sys.argv.index("--seeds") + 1]) if "--seeds" in sys.argv else 20
+    fresh = dump.__wrapped__
+    wrong = {
+        key: {dtype: judge(fresh(0, dtype, change), 0, dtype) for dtype in DTYPES} for key, change in CHANGES.items()
     }
-    save(RESULT, json.dumps({"wrong": wrong, "right": right}, indent=1).encode())
-    print(show(wrong, right))
-
-
-def show(wrong: dict[str, Any], right: dict[str, Any]) -> str:
-    """Both tables, in Markdown."""
-    lines = ["| change | first wrong | float32 | bfloat16 |", "| --- | --- | --- | --- |"]
-    for key, (what, url, first) in ROWS_OF_STUDY.items():
-        found = [(ratio, name) for ratio, name, _ in wrong[key].values()]
-        cells = [
-            "missed" if n is None else f"{r:.3g}" if n.startswith(first) else f"{r:.3g} at `{n}`" for r, n in found
-        ]
-        lines.append(f"| [{what}](https://github.com/{url}) | `{first}` | {' | '.join(cells)} |")
-    lines += ["", "| right code | pairs | false alarms | largest ratio |", "| --- | ---: | ---: | ---: |"]
-    for way, found in right.items():
-        alarms = sum(name is not None for _, name, _ in found)
-        lines.append(f"| {way} | {len(found)} | {alarms} | {max(ratio for ratio, *_ in found):.2f} |")
-    return "\n".join(lines)
+    flax = {key: {dtype: judge(dump_of_flax(0, dtype, key), 0, dtype) for dtype in DTYPES} for key in sorted(IN_FLAX)}
+    right: dict[str, list[Any]] = {FLAX: []} | {way: [] for way in WAYS}
+    for seed in range(seeds):
+        dtype = DTYPES[seed % 2]
+        right[FLAX].append(judge(dump_of_flax(seed, dtype), seed, dtype))
+        for way, (change, apart) in WAYS.items():
+            right[way].append(judge(fresh(seed, dtype, change, apart), seed, dtype))
+    save(RESULT, json.dumps({"wrong": wrong, "flax": flax, "right": right}, indent=1).encode())
 
 
 if __name__ == "__main__":
