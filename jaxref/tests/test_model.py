@@ -173,14 +173,6 @@ def test_norm_rounds_before_and_after_the_weight():
     assert (got != r(weight * quotient)).any()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_only_differences_of_positions_matter(variant):
-    decoder, (ids, positions, documents) = tiny("qwen3"), row(variant)
-    here = np.asarray(decoder(ids, positions, documents, EXACT))
-    there = partial(decoder, ids, positions + 1000, documents)
-    assert_float64_of(there(EXACT), there(FP32), here)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_gradient_from_what_is_invisible(family, variant):

@@ -57,7 +57,6 @@ def _one_of_equals(logits, mask):
 SIZE = {
     "no maximum": _by_logits(lambda logits, mask: _normalise(logits.exp(), mask)),
     "maximum from zero": _by_logits(_from_zero),
-    "capped at 50": _by_logits(lambda logits, mask: _softmax(50 * torch.tanh(logits / 50), mask)),
     "mask of -30": _by_logits(_added_mask(-30.0)),
     "one of equals": _by_logits(_one_of_equals),
 }
@@ -97,17 +96,10 @@ def _anchor_to(most):
     return wrong
 
 
-def _no_padding_beyond(length):
-    return _visible_by(lambda ids: torch.where((torch.arange(ids.shape[1]) >= length) & (ids < 0), ids.amax() + 1, ids))
-
-
 LONG = {
-    "block of one": _visible_by(lambda ids: F.pad(ids[:, :-1], (0, 1), value=-1) if ids.shape[1] % 128 == 1 else ids),
     "ids in int8": lambda q, k, v, document_ids, scale: right(q, k, v, document_ids.to(torch.int8).long(), scale),
-    "ids modulo 128": _visible_by(lambda ids: torch.where(ids > 127, ids - 127, ids)),
     "window of 1,024": _window(1024),
     "anchor of 128 at most": _anchor_to(128),
-    "padding beyond 300": _no_padding_beyond(300),
 }
 
 
@@ -129,18 +121,9 @@ def _from_the_start(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, x.stride(), 0) if x.numel() else x
 
 
-def _token_stride_of_heads(x: Tensor) -> Tensor:
-    """The stride of a token taken for heads times head_dim."""
-    strides = (x.shape[1] * x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], *x.stride()[2:])
-    last = sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True))
-    room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    return x.as_strided(x.shape, strides) if last < room else x
-
-
 STRIDES = {
     "all strides ignored": _of(_as_if_contiguous),
     "offset ignored": _of(_from_the_start),
-    "token's stride assumed": _of(_token_stride_of_heads),
     "a stride of 0 divided by": _of(lambda x: x if min(x.stride()) else x * 0, "kv"),
 }
 
@@ -155,27 +138,18 @@ def _scaled(change):
     return lambda q, k, v, document_ids, scale: right(q, k, v, document_ids, change(scale, q.shape[3]))
 
 
-def _values_to(most):
-    return lambda q, k, v, document_ids, scale: right(
-        q, k, torch.where(torch.arange(v.shape[3]) < most, v, 0.0), document_ids, scale
-    )
-
-
 HEADS = {
     "64 dimensions at most": _dims(64),
-    "values of 64 at most": _values_to(64),
     "scale of the padded head": _scaled(lambda s, D: s * (D / (1 << (D - 1).bit_length())) ** 0.5),
     "scale in bfloat16": _scaled(lambda s, D: float(torch.tensor(s).bfloat16())),
 }
 
 
-def _remember(key, last=False):
-    """A function that keeps the mask of its first call, or of the last one, under `key` of the ids."""
+def _remember(key):
+    """A function that keeps the mask of its first call under `key` of the ids."""
     kept: dict = {}
 
     def wrong(q: Tensor, k, v, document_ids, scale):
-        if last and key(document_ids) not in kept:
-            kept.clear()
         mask = kept.setdefault(key(document_ids), visible_BTT(document_ids))
         return softmax_attention(q, k, v, mask, scale)
 
@@ -195,11 +169,8 @@ def _other_under_compile(q, k, v, mask, scale):
 
 CALLS = {
     "mask kept by shape": _remember(lambda ids: ids.shape),
-    "last mask kept by its storage": _remember(lambda ids: ids.data_ptr(), last=True),
-    "mask kept by the sum": _remember(lambda ids: (ids.shape, int(ids.sum()))),
     "other under inference mode": _under(torch.is_inference_mode_enabled),
     "other without gradients": _under(lambda: not torch.is_grad_enabled()),
-    "other with gradients": _under(torch.is_grad_enabled),
     "other under compile": _other_under_compile,
     "other scale by default": lambda q, k, v, document_ids, scale=None: right(q, k, v, document_ids, scale or 0.24),
 }
@@ -212,13 +183,7 @@ def _padded(q: Tensor, k, v, document_ids, scale):
     return right(q, k, v, F.pad(document_ids, (0, more), value=-1), scale)[0][:, :-more]
 
 
-def _top_of_first_block(logits, mask):
-    some = (mask & (mask.cumsum(-1) <= 16)).expand(logits.shape)
-    top = logits.masked_fill(~some, torch.finfo(logits.dtype).min).amax(-1, keepdim=True)
-    return _normalise((logits - top.detach()).exp(), mask)
-
-
-BLOCKS = {"cut by nothing": _padded, "maximum of 16 keys": _by_logits(_top_of_first_block)}
+BLOCKS = {"cut by nothing": _padded}
 SIZES = {"values in float16": _of(lambda x: x.half().to(x.dtype), "v")}
 
 
@@ -290,7 +255,7 @@ def test_a_wrong_function_is_refused(kind, name):
 
 # Where each of the class shows.
 LONG_LAYOUTS = {
-    **dict.fromkeys(("ids in int8", "ids modulo 128"), "many_documents"),
-    **dict.fromkeys(("anchor of 128 at most", "padding beyond 300"), "long_anchor"),
-    **dict.fromkeys(("window of 1,024", "block of one"), "one_long"),
+    "ids in int8": "many_documents",
+    "anchor of 128 at most": "long_anchor",
+    "window of 1,024": "one_long",
 }

@@ -239,14 +239,6 @@ def test_logits_under_sequence_parallelism_are_those_of_one_process(spread, alon
     np.testing.assert_array_equal(found[real], expected[real])
 
 
-def test_longrope_takes_other_factors_for_short_rows(alone):
-    """What the longrope case above is about: the first rank's own positions alone would choose the short factors."""
-    rotary = model_of("longrope", "float32").model.rotary_emb
-    short, _ = rotary(torch.zeros(1), torch.arange(48)[None])
-    long, _ = rotary(torch.zeros(1), torch.arange(95)[None])
-    assert not torch.equal(short, long[:, :48])
-
-
 # --- loss, gradient, norm, clipping -----------------------------------------------------------------------------------
 
 

@@ -20,8 +20,6 @@ from jaxref.model import Decoder
 from jaxref.rounding import Rounding, preset
 from parity_tests.oracle import oracle_of, oracle_taps, preset_name
 from parity_tests.tests.models import tiny_model
-from ropestudy.compute.conditions import CONDITIONS
-from ropestudy.compute.engine import Pair, Row, Run, Stream, compare
 from ropestudy.compute.measures import weights
 from ropestudy.compute.pieces import probabilities
 
@@ -121,17 +119,3 @@ def test_a_model_that_rounds_elsewhere_is_caught(name, wrong, monkeypatch):
     monkeypatch.setattr(llama, name, wrong)
     found = check(tiny_model("llama", torch.bfloat16, "eager", **WIDE))
     assert max(found.attention_L) <= 1 < found.shift
-
-
-def test_the_engine_sums_what_the_matrices_hold():
-    """`engine.compare`, by block and piece, beside whole matrices from the decoder's own forward pass."""
-    decoder, ids_T = oracle_of(tiny_model("llama", torch.bfloat16, "eager", **WIDE)), rows(1)[0]
-    documents_T, positions_2T = np.ones(TOKENS, np.int64), np.arange(TOKENS) + np.array([[0], [SHIFT]])
-    for name in ("hf_eager_bf16", "flash_bf16"):
-        a, b = (oracle_attention(decoder, ids_T, shift, CONDITIONS[name].rounding) for shift in (0, SHIFT))
-        streams, pair = [Stream(CONDITIONS[name], positions_2T)], [Pair(Run(0, 0), Run(0, 1), "propagated")]
-        got = compare(decoder, Row(ids_T, documents_T), streams, pair, query_block=50)[0][0]
-        twin_T = np.abs(a - b).sum((0, 1, 2))
-        # Within a block the engine sums in float32, so many terms, each rounded.
-        unit = 2.0**-24 * twin_T.sum() * a.shape[1] * TOKENS
-        assert np.abs(got.column_T - twin_T).max() <= unit

@@ -55,13 +55,14 @@ def test_rows_of_every_variant(variant, row):
     # Every token its own number, so that a token in the wrong place is seen.
     numbers = iter(range(T))
     prefix = [next(numbers) for _ in range(anchor)]
-    spans = []
+    spans, domains = [], [-1] * anchor
     drawn = np.random.default_rng(row["seed"])
     targets = [drawn.integers(2, size=n).astype(bool) for n in lengths] if row["answers"] else None
     for number, n in enumerate(lengths):
         opening = [next(numbers) for _ in range(tag)]
         tokens = np.array([next(numbers) for _ in range(n)])
-        spans.append(SpanTokens(tokens, domain=0, tag=opening, targets=targets and targets[number]))
+        domains += [number] * (tag + n)
+        spans.append(SpanTokens(tokens, domain=number, tag=opening, targets=targets and targets[number]))
     pack = PackConfig(sequence_length=T, variant=variant, chunks=chunks)
     trainer = build_row(spans, pack, prefix, pad_id=-7, random=np.random.default_rng(row["seed"]))
 
@@ -76,4 +77,7 @@ def test_rows_of_every_variant(variant, row):
     np.testing.assert_array_equal(oracle.position_ids, trainer["position_ids"])
     stored_whole = np.array([*range(T - padding), *[-7] * padding])
     np.testing.assert_array_equal(stored_whole[oracle.source], trainer["input_ids"])
-    np.testing.assert_array_equal(oracle.labelled, trainer["shift_labels"] != IGNORED)
+    np.testing.assert_array_equal(np.array(domains + [-1] * padding)[oracle.source], trainer["domain_ids"])
+    labelled = trainer["shift_labels"] != IGNORED
+    np.testing.assert_array_equal(oracle.labelled, labelled)
+    np.testing.assert_array_equal(trainer["shift_labels"][labelled], trainer["input_ids"][labelled] + 1)

@@ -46,7 +46,7 @@ def mixed() -> Report:
 @pytest.mark.parametrize(
     ("cases", "told"),
     [
-        ([case("a"), case("b")], ("The same", "140 arrays of 2 cases keep within their allowance.")),
+        ([case("a"), case("b")], ("The same", "6 arrays of 2 cases keep within their allowance.")),
         ([case("a"), broken_case()], ("Different", "Of 2 cases, 1 breaks the rule.")),
         ([case("a", problem="raises")], ("Different", "Of 1 case, 1 could not be judged.")),
         ([case("a", skipped="no GPU", measures=[])], ("Not judged", "1 case could not run on this machine.")),

@@ -5,19 +5,12 @@ import sys
 
 import pytest
 
-from anchorline.tests.shapes import axes, check_shapes
+from anchorline.tests.shapes import check_shapes
 
 
 class _Array:
     def __init__(self, *shape: int):
         self.shape, self.dtype = shape, "float32"
-
-
-def test_names_promise_axes():
-    assert axes("q_BTHD") == "BTHD"
-    assert axes("k_1KnD") == "1KnD"
-    assert axes("index_P2") == "P2"
-    assert [axes(name) for name in ("document_q", "MOST_THETA", "cu_seqlens_q", "B", "_Group")] == [None] * 5
 
 
 def test_a_letter_is_one_size():
@@ -43,16 +36,6 @@ def test_the_oracle_is_held_to_its_names():
     assert rotate(np.ones((1, 3, 1, 4)), cos_BTC, sin_BTC, rounding, "q_rotated").shape == (1, 3, 1, 4)
     with pytest.raises(TypeError, match=r"rotate: cos_BTC has shape \[1, 1, 2\]; x_ATHD \[1, 3, 1, 4\]"):
         rotate(np.ones((1, 3, 1, 4)), cos_BTC[:, :1], sin_BTC[:, :1], rounding, "q_rotated")  # broadcasts in silence
-
-
-def test_the_trainer_is_held_to_its_names():
-    torch = pytest.importorskip("torch")
-    from torchtrain.attention import make_plan
-    from torchtrain.attention.engines.gather import gather_queries
-
-    plan = make_plan(torch.tensor([[0, 1, 1, -1]]))
-    with pytest.raises(TypeError, match="gather_queries: x_BTHD has shape"):
-        gather_queries(torch.ones(1, 4, 6), plan)  # heads and head_dim not yet apart
 
 
 def test_outside_tests_nothing_is_checked():

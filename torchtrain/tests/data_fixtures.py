@@ -14,17 +14,6 @@ from torchtrain.data.store import Documents
 
 WORDS = 50
 
-# SlimPajama at 64K tokens: arXiv 2411.13476, appendix C, table of domain and token distributions.
-PUBLISHED = {
-    "C4": (0.5505, 0.2543),
-    "ArXiv": (0.0040, 0.0522),
-    "GitHub": (0.0366, 0.0505),
-    "StackExchange": (0.0497, 0.0295),
-    "CommonCrawl": (0.3123, 0.5424),
-    "Wikipedia": (0.0458, 0.0324),
-    "Books": (0.0010, 0.0386),
-}
-
 
 def word_tokenizer(words: int = WORDS, bos: str | None = "<s>", eos: str | None = "</s>") -> PreTrainedTokenizerFast:
     """Return a tokenizer of the words w0..: <unk> 0, <s> 1, </s> 2, then w0 = 3 and so on; one token a word."""
@@ -45,15 +34,3 @@ def memory_store(lengths: Sequence[int], domains: Sequence[int] | None = None, f
     of_document = list(domains) if domains is not None else [0] * len(lengths)
     tokens = [np.arange(first + start, first + stop) for start, stop in pairwise(ends)]
     return Documents.of(tokens, of_document, [f"domain{i}" for i in range(max(of_document, default=0) + 1)])
-
-
-def published_corpus(documents: int = 100_000, tokens: int = 106_000_000) -> tuple[np.ndarray, np.ndarray]:
-    """Return lengths and domains of a corpus with the published ratios, those of sequences being its documents'."""
-    lengths, domains = [], []
-    for number, (of_sequences, of_tokens) in enumerate(PUBLISHED.values()):
-        count, held = round(of_sequences * documents), round(of_tokens * tokens)
-        own = np.full(count, held // count)
-        own[: held % count] += 1
-        lengths.append(own)
-        domains.append(np.full(count, number))
-    return np.concatenate(lengths), np.concatenate(domains)

@@ -14,16 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
-import torchtrain
 from anchorline.errors import UserError
-from torchtrain.attention import make_plan
-from torchtrain.attention.separation import check_separation
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import LoraSettings, ModelConfig, TrainConfig, load_config
 from torchtrain.distributed.world import World
 from torchtrain.modeling.adapters import FOLDER, add_adapters, layer_and_factors, split_off
 from torchtrain.modeling.chunks import check_chunks
-from torchtrain.modeling.head import hidden_states
 from torchtrain.modeling.load import digest_weights, load_for_evaluation
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.products import LinearInFloat32
@@ -222,29 +218,6 @@ def test_nothing_frozen_has_a_gradient_a_master_or_a_moment_and_it_does_not_move
     assert optimizer.step(0.1) == pytest.approx(norm.item(), rel=len(trained) * 2**-24)
     assert len(optimizer.adamw.state) == len(trained)
     assert {name for name, p in model.named_parameters() if not torch.equal(p, before[name])} == trained
-
-
-def test_documents_are_separate_and_see_the_anchor():
-    """By gradients, exactly zero."""
-    torchtrain.register()
-    model = adapted()
-    model.set_attn_implementation("anchor_segments")
-    check_separation(model)
-    ids_1T = torch.tensor([[0, *[1] * 9, *[2] * 10]])
-    row = {"input_ids": 1 + torch.arange(20)[None], "position_ids": torch.arange(20)[None], "document_ids": ids_1T}
-    embedded: list[Tensor] = []
-
-    def keep(_: Any, __: Any, output: Tensor) -> Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[0]
-
-    with model.get_input_embeddings().register_forward_hook(keep):
-        hidden_states(model, row, make_plan(ids_1T))[0, 10:].square().sum().backward()
-    gradient = embedded[0].grad
-    assert gradient is not None
-    assert not gradient[0, 1:10].any()
-    assert gradient[0, 0].any()
-    assert all(gradient[0, 10:].any(-1))
 
 
 def test_adapters_are_drawn_by_the_seed_alone():

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from torchtrain.attention import ENGINES
 from torchtrain.cli import app
-from torchtrain.config import BASE_VARIANTS, Config, ModelConfig, dump_config, load_config
+from torchtrain.config import Config, ModelConfig, load_config
 from torchtrain.config.reference import format_page
 from torchtrain.tests.tiny import refused
 
@@ -33,34 +32,6 @@ def load(tmp_path):
         return load_config(path, overrides)
 
     return load
-
-
-@pytest.mark.parametrize(
-    "overrides", [(), ("train.learning_rate=3e-4", "rope.theta=paper", "pack.sequence_length=65536")]
-)
-def test_the_resolved_config_reads_back_equal(load, overrides):
-    config = load(MINIMAL, *overrides)
-    text = dump_config(config)
-    assert load(text) == config
-    assert yaml.safe_load(text)["train"]["clip_norm"] == 1.0  # defaults are written out
-
-
-def test_overrides(load):
-    config = load(
-        MINIMAL,
-        "train.steps=20",
-        "train.betas=[0.8, 0.9]",
-        "rope.theta=5e5",
-        "data.sources.1.files=other.jsonl",
-        "train.clip_norm=null",
-        "pack.variant=intra+tag",
-    )
-    assert config.train.steps == 20
-    assert config.train.betas == (0.8, 0.9)
-    assert config.rope.theta == 5e5
-    assert config.data.sources[1].files == "other.jsonl"
-    assert config.train.clip_norm is None
-    assert (config.pack.base_variant, config.pack.tag, config.pack.interleave) == (BASE_VARIANTS["intra"], True, False)
 
 
 @pytest.mark.parametrize(

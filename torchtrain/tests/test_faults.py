@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from anchorline import files
 from anchorline.errors import UserError
-from anchorline.files import entries_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
 from torchtrain.run import recipe
@@ -211,14 +210,6 @@ def test_a_corpus_that_was_tokenised_to_something_else(place, straight, interrup
 # --- what a run leaves, and what resume removes -----------------------------------------------------------------------
 
 
-def test_outputs_list_what_was_exported(straight):
-    outputs = json.loads((straight / "outputs.json").read_text())
-    assert outputs["finished"] == 6
-    assert set(outputs["models"]) == {"model", "exports/step-00000002", "exports/step-00000004"}
-    for name, listed in outputs["models"].items():
-        assert listed == {file: entry.model_dump() for file, entry in entries_of(straight / name).items()}
-
-
 @pytest.mark.parametrize("umask", [0o022, 0o007])
 def test_all_that_a_run_leaves_follows_the_umask(fresh, umask):
     train, here = fresh
@@ -244,20 +235,3 @@ def test_an_earlier_step_removes_later_models_but_not_a_users_file(done, straigh
     (done / name).unlink()
     recipe.resume(config, step=0 if name.startswith("exports") else 4, console=QUIET)
     assert_same(done, straight)
-
-
-def test_checkpoints_are_retained_after_an_interruption(place, straight):
-    """Killed between the last commit and what follows it, no checkpoint too many stays."""
-    assert place.train("retained", at="committed", nth=3) == -signal.SIGKILL
-    folder = place.folder / "retained"
-    assert Checkpoints(folder / "checkpoints").steps() == [2, 4, 6]
-    for left in (
-        "model.partial",
-        "model.deleted",
-        "exports/step-00000004.deleted",
-        "checkpoints/step-00000002.deleted",
-    ):
-        (folder / left).mkdir()
-    assert place.resume("retained") == 0
-    assert_same(folder, straight)
-    assert not [*folder.glob("**/*.partial"), *folder.glob("**/*.deleted")]

@@ -52,18 +52,6 @@ def test_adamw_and_weight_decay_on_matrices_alone():
         assert (dict(model.named_parameters())[name] - expected).abs().max() <= 3 * 20 * eps * expected.abs().max()
 
 
-def test_bfloat16_keeps_updates_too_small_for_bfloat16():
-    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    nn.init.ones_(model.weight)
-    optimizer = Optimizer(model, SETTINGS.model_copy(update={"weight_decay": 0.0}))
-    for _ in range(8):
-        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step(1e-3)  # a constant gradient makes AdamW step by the learning rate: 1 - 0.001 is 1 in bfloat16
-    # float32 rounds each step of 0.001 near one to within eps, in the subtraction and in Adam's ratio.
-    assert optimizer.masters[0].item() == pytest.approx(1 - 0.008, abs=8 * 2 * torch.finfo(torch.float32).eps)
-    assert model.weight.item() == torch.tensor(0.992).bfloat16().item() < 1
-
-
 def test_gradients_are_summed_in_float32_over_micro_batches():
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     optimizer = Optimizer(model, SETTINGS)
@@ -142,6 +130,7 @@ def rates(**settings) -> list[float]:
         ({"steps": 6, "warmup_steps": 2, "schedule": "linear"}, [4, 8, 8, 6, 4, 2]),
         ({"steps": 4, "schedule": "linear", "min_learning_rate_share": 0.5}, [8, 7, 6, 5]),
         ({"steps": 2, "warmup_steps": 2, "schedule": "cosine"}, [4, 8]),
+        ({"steps": 3, "schedule": "cosine", "min_learning_rate_share": 0.25}, [8, 6.5, 3.5]),
         ({"steps": 6, "warmup_steps": 2, "schedule": "wsd", "decay_steps": 2}, [4, 8, 8, 8, 8, 4]),
         ({"steps": 5, "warmup_steps": 1, "schedule": "wsd", "decay_steps": 4}, [8, 8, 6, 4, 2]),
         (
@@ -152,14 +141,7 @@ def rates(**settings) -> list[float]:
     ids=str,
 )
 def test_warmup_reaches_the_peak_with_its_last_step_and_linear_wastes_no_step_at_zero(settings, expected):
-    assert rates(**settings) == expected
-
-
-def test_cosine_is_half_way_down_in_the_middle():
-    down = rates(steps=4, schedule="cosine", min_learning_rate_share=0.25)
-    assert down[0] == 8
-    assert down[2] == pytest.approx(8 * (0.25 + 0.75 / 2), rel=1e-15)
-    assert down[1] + down[3] == pytest.approx(2 * down[2], rel=1e-15)  # symmetric about the middle
+    assert rates(**settings) == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.parametrize("shape", [(97,), (3, 5), (8192, 576)])

@@ -49,33 +49,6 @@ def config_of(tree, write_config):
 CHECKPOINTING = "model.activation_checkpointing=true"
 
 
-def test_with_checkpointing_a_layer_more_keeps_its_input_and_no_more(config_of):
-    config, rows = config_of(CHECKPOINTING, "train.micro_batch=2"), 2
-    T = config.pack.sequence_length
-    peaks = []
-    for layers in (3, 4, 5):
-        own = tiny_config(num_hidden_layers=layers)
-        peaks.append(Shapes(own).run(config).most(again=True)[0])
-    bfloat16 = 2
-    assert peaks[2] - peaks[1] == peaks[1] - peaks[0] == rows * T * own.hidden_size * bfloat16
-
-
-def test_more_tokens_rows_and_chunks_hold_more_and_ranks_that_share_them_less(config_of):
-    shapes = Shapes(tiny_config(num_attention_heads=4, num_key_value_heads=4))
-
-    def held(*overrides: str) -> int:
-        return shapes.run(config_of("train.loss_chunk=16", *overrides)).most(again=True)[0]
-
-    assert held(CHECKPOINTING) < held()
-    assert held() < held("train.micro_batch=2")
-    assert held() < held("train.loss_chunk=128")
-    assert held("pack.sequence_length=256") < held("pack.sequence_length=512")
-    assert held("pack.variant=full") < held("pack.variant=anchor"), "keys are gathered by document"
-    long = "pack.sequence_length=1024"  # the head's gradient is as large on every rank
-    for shared in (2, 4):
-        assert held(long, f"distributed.sequence_parallel={shared}") < held(long) / shared * 1.5
-
-
 @pytest.mark.parametrize(
     ("dtype", "rotation", "micro_batches", "checkpointing", "chunk", "lora"),
     [

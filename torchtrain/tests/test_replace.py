@@ -6,11 +6,8 @@ import signal
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from anchorline.errors import UserError, quoted
-from anchorline.files import resolve_folder
-from torchtrain.cli import app
+from anchorline.errors import UserError
 from torchtrain.config import load_config
 from torchtrain.run import recipe
 from torchtrain.run.lock import hold
@@ -123,13 +120,3 @@ def test_a_folder_that_cannot_be_is_one_line(place, tmp_path, monkeypatch, folde
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 500
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_an_out_that_is_a_file_is_refused_and_named(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    assert resolve_folder("--out", tmp_path / "new") == tmp_path / "new"
-    file = str(tmp_path / "file")
-    ended = CliRunner().invoke(app, ["prepare", "configs/data/slimpajama-128k.yaml", "--out", file])
-    assert ended.exit_code == 2
-    assert f"--out {quoted(file)}: is a file; give the name of a folder" in ended.stderr
-    assert (tmp_path / "file").read_text() == "mine"

@@ -30,7 +30,7 @@ def test_a_run_that_is_not_interrupted(place, straight):
 
 KILLS = [
     ("folder", 1), ("update", 4), ("event", 4), ("state", 1), ("generators", 3), ("manifest", 2), ("commit", 3),
-    ("committed", 1), ("removal", 1), ("export", 1), ("exported", 2), ("evaluation", 4), ("gradient", 5), ("plot", 1),
+    ("committed", 3), ("removal", 1), ("export", 1), ("exported", 2), ("evaluation", 4), ("gradient", 5), ("plot", 1),
 ]  # fmt: skip
 
 

@@ -88,13 +88,6 @@ def test_frequencies_of_the_model_that_is_built(name, dtype):
     assert config.max_position_embeddings == LENGTH
 
 
-def test_the_models_own_config_is_left_as_it_is():
-    config = tiny_config()
-    before = config.to_dict()
-    extend(config, RopeConfig(type="yarn"), LENGTH)
-    assert config.to_dict() == before
-
-
 TYPES = {settings.get("type", "keep"): settings for settings, _, _ in CASES.values() if "factor" not in settings}
 TYPES["dynamic"] = {"type": "dynamic"}
 

@@ -31,16 +31,6 @@ from torchtrain.tests.run_fixtures import (
 from torchtrain.tests.runs import content
 from torchtrain.training.events import read_metrics
 
-
-def test_tests_started_in_the_background_of_a_shell_receive_ctrl_c():
-    """Such a shell hands SIGINT on as ignored, to `make test &` and to all that it starts."""
-    child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    code = "import conftest, subprocess, sys; conftest.pytest_configure(object()); "
-    code += f"subprocess.run([sys.executable, '-c', {child!r}])"
-    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", code]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
-
-
 # --- who watches ------------------------------------------------------------------------------------------------------
 
 
