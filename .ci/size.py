@@ -23,11 +23,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_300,
-    "lines of tests' code": 22_539,
-    "lines of source": 44_540,
-    "lines of tests": 29_210,
-    "words of docs": 31_850,
+    "lines of code": 31_320,
+    "lines of tests' code": 22_100,
+    "lines of source": 44_580,
+    "lines of tests": 28_650,
+    "words of docs": 32_650,
     "settings without description": 0,
 }
 

@@ -62,15 +62,29 @@ UNREGISTERED = (  # name, cells, how rows open or are read, outcome
     ("share recalled: anchor - intra, bfloat16", "bits7_after-anchor bits7_after-intra", "bos", "recall"),
     ("2 bits after - 7 bits after, read without rounding", "bits2_after-intra bits7_after-intra", "exact", "nats"),
     ("2 bits before - 7 bits before, read without rounding", "bits2_before-intra bits7_before-intra", "exact", "nats"),
+    ("held-out, 512 tokens seen: positive control", "exact-intra+near exact-intra", "contexts", "512"),
+    ("held-out, 512 tokens seen: weights, intra", "exact-intra+weighted exact-intra", "contexts", "512"),
+    ("held-out, 512 tokens seen: weights, full", "exact-full+weighted exact-full", "contexts", "512"),
+    ("held-out, 512 tokens seen: weights, anchor", "exact-anchor+weighted exact-anchor", "contexts", "512"),
+    ("held-out, 512: weights less shuffled, intra", "exact-intra+weighted exact-intra+shuffled", "contexts", "512"),
+    ("held-out, 512: weights less shuffled, anchor", "exact-anchor+weighted exact-anchor+shuffled", "contexts", "512"),
+    ("held-out, 512 tokens seen: anchor - intra", "exact-anchor exact-intra", "contexts", "512"),
+    ("held-out, 64 tokens seen: weights, intra", "exact-intra+weighted exact-intra", "contexts", "64"),
+    ("held-out, 64 tokens seen: weights, full", "exact-full+weighted exact-full", "contexts", "64"),
+    ("held-out, 16 tokens seen: weights, intra", "exact-intra+weighted exact-intra", "contexts", "16"),
 )
 
 
 def print_unregistered(runs: dict, bases: dict) -> None:
     """Print contrasts that were not registered, without a correction."""
     for name, cells, rows, outcome in UNREGISTERED:
+        if not all(rows in run for run in runs.values()):
+            continue
         plus, minus = cells.split()
-        sign = -1 if outcome == "nats" else 1
-        table = contrast(runs, [plus], [minus], lambda run, s=sign, r=rows, o=outcome: s * np.mean(run[r][o], axis=0))
+        sign = 1 if outcome == "recall" else -1
+        table = contrast(
+            runs, [plus], [minus], lambda run, s=sign, r=rows, o=outcome: s * np.mean(np.atleast_1d(run[r][o]), axis=0)
+        )
         if len(table) > 1:
             print(f"{name}: {judge(table)[0]} | {len(table)} | -")
     # What 2 bits after RoPE cost beyond their larger error of the logits, or of the probabilities.

@@ -90,6 +90,18 @@ def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
             each = [[one.contexts.get(f"{n}") for run, one in measured.items() if run[:2] == cell] for n in starts]
             rows.append([*cell, *("-" if None in of else f"{np.mean(of):.4f}" for of in each)])
         yield from _table(["arithmetic", "mask", *(f"{start:,} on" for start in starts)], rows)
+    if set(experiment.cells) != {"exact"}:
+        yield from _rounding(experiment, measured, bases)
+    yield ""
+    sinks, nats = ([base[name] for base in bases.values()] for name in ("sink", "nats"))
+    yield (
+        f"Of {len(bases)} bases: the largest share of attention on BOS in a head is {min(sinks):.2f} to "
+        f"{max(sinks):.2f}, the loss at answers {min(nats):.4f} to {max(nats):.4f}."
+    )
+
+
+def _rounding(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> Iterator[str]:
+    """The contrasts read in other ways, and what the roundings move."""
     yield ""
     head, rows = ["contrast", "in rows without BOS", "read without rounding (not registered)"], []
     for contrast in experiment.contrasts:
@@ -104,12 +116,6 @@ def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
         means = [np.mean([base["noise"][name] for base in bases.values()]) for name in names]
         rows.append([f"{bits}", *(f"{mean:.3g}" for mean in means)])
     yield from _table(head, rows)
-    yield ""
-    sinks, nats = ([base[name] for base in bases.values()] for name in ("sink", "nats"))
-    yield (
-        f"Of {len(bases)} bases: the largest share of attention on BOS in a head is {min(sinks):.2f} to "
-        f"{max(sinks):.2f}, the loss at answers {min(nats):.4f} to {max(nats):.4f}."
-    )
 
 
 def _cells(experiment: TrainingExperiment, measured: Measured) -> list[tuple[str, str]]:

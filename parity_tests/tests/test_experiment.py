@@ -280,12 +280,14 @@ def recomputed(*files: Path) -> list[list[str]]:
 
 
 def test_a_script_with_numpy_alone_recomputes_the_page():
-    parts = ("", "-control", "-cost")
-    lines = recomputed(*(RESULTS / f"training-experiment{part}.json" for part in parts))
-    assert len(lines) == 18
-    for path in CONFIGS:
-        if (stored := RESULTS / f"experiment-{path.stem}.json").is_file():
-            lines += recomputed(stored)
     page = PAGE.read_text()
-    for line in lines:
-        assert f"| {' | '.join(line)} |" in page, line
+    for path in CONFIGS:
+        for line in recomputed(RESULTS / f"experiment-{path.stem}.json"):
+            assert f"| {' | '.join(line)} |" in page, line
+    parts = ("", "-control", "-cost")
+    lines = {line[0]: line[1] for line in recomputed(*(RESULTS / f"training-experiment{part}.json" for part in parts))}
+    assert len(lines) == 18
+    places = ("1 bit before RoPE - exact", "1 bit after RoPE - exact", "1 bit, after - before", "same function, 1 bit")
+    for name in (*places, "anchor - intra, exact", "anchor - intra, exact, at 900", "anchor - intra, exact, at 512"):
+        mean = f"{abs(float(lines[name].split()[0])):.4f}".lstrip("0")
+        assert mean in page, name
