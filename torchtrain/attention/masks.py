@@ -92,8 +92,8 @@ def read_mask(
         elif local_size < row:
             refusal = (
                 f"{setting}: {local_size} would hide keys of a row of {row} tokens, which `anchor` does not honour; "
+                f"shorten the row, or set config.{setting}=None where the model is trained to see that far"
             )
-            refusal += f" shorten the row, or set config.{setting}=None where the model is trained to see that far"
     if refusal is None and window is None:
         return None
     mask = torch.zeros((), dtype=torch.bool).expand(1, 1, row, row)

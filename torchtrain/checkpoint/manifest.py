@@ -34,9 +34,8 @@ class RunProgress(Section):
     skipped_steps: _Natural
     recent_losses: list[float]  # what `train.loss_spike` compares with
     before: list[tuple[float, int]]  # held-out losses before training, as `Losses.means`: sum and tokens of each
-    before_blocks: list[float] = Field(
-        default=[]
-    )  # as `HeldOut.blocks`; a run that began before they were kept has none
+    # As `HeldOut.blocks`; a run that began before they were kept has none.
+    before_blocks: list[float] = Field(default=[])
     metrics: FileEntry  # the beginning of `metrics.jsonl` that belongs to these steps
 
 

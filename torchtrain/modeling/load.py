@@ -125,9 +125,9 @@ def load_for_evaluation(
     if device_map is not None:
         check_can_spread(device_map)
     if isinstance(device_map, dict):
-        check_covers(without_weights(folder, config, False), device_map)
+        check_covers(without_weights(folder, config, trust_remote_code=False), device_map)
     place = device or torch.device("cpu")
-    loaded = _load(folder, config, dtype, "sdpa", place, False, device_map=device_map)
+    loaded = _load(folder, config, dtype, "sdpa", place, trust_remote_code=False, device_map=device_map)
     if device_map is not None:
         check_spread(loaded, device_map)
     if loaded.generation_config is not None:

@@ -67,9 +67,8 @@ class Session:
         self.guard = self._guard(progress)
         self.before = HeldOut(self.setup.store.domains, self.setup.source.own_positions)
         self.before.blocks = progress.before_blocks
-        for mean, (total, tokens) in zip(
-            self.before.means(), progress.before, strict=False
-        ):  # an earlier one lacks the last
+        # A checkpoint of an earlier version lacks the last mean.
+        for mean, (total, tokens) in zip(self.before.means(), progress.before, strict=False):
             mean.total, mean.tokens = total, tokens
 
     def note(self, step: int, tokens_seen: int) -> None:

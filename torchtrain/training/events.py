@@ -43,8 +43,7 @@ class MetricsFile:
             start, end = _read_end(self._path, 0) if os.path.lexists(self._path) else (0, b"")
             complete = start + end.rfind(b"\n") + 1
             # Unbuffered: closing the file does not repeat a write that failed.
-            opener = lambda path, flags: os.open(path, flags | os.O_NONBLOCK, 0o666)  # noqa: E731
-            self._file = open(self._path, "ab", buffering=0, opener=opener)
+            self._file = open(self._path, "ab", buffering=0, opener=_open_without_blocking)
             self._file.truncate(complete)
         return self
 
@@ -220,3 +219,7 @@ def step_status(event: Mapping[str, Any]) -> str:
     if "left_out" in event:
         parts.append(f"left out: {event['left_out']}")
     return " · ".join(parts)
+
+
+def _open_without_blocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)

@@ -122,7 +122,7 @@ def accumulate(
             on_losses(each_Bt, batch.part)
     losses.sum_over(world, strategy.norm())
     windows = layer_windows(strategy.model.config)
-    keep_anchor = any(getattr(module, KEEPS_ANCHOR, False) for module in strategy.model.modules())
+    keep_anchor = set(windows) != {None} and any(getattr(m, KEEPS_ANCHOR, False) for m in strategy.model.modules())
     (live_pairs,) = world.sum([sum(batch.rows.mean_live_pairs(windows, keep_anchor) for batch in batches)])
     return losses, int(live_pairs) // world.sequence_parallel
 
