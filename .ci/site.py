@@ -1,16 +1,28 @@
-"""Hooks of mkdocs: README is the first page, and links to files outside of docs/ become the files' names."""
+"""Hooks of mkdocs: pages that are not in docs/, and links to files outside of docs/, which become the files' names."""
 
 import re
+import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
 
 README = Path("README.md")
+# Pages that are made with the site, and the modules that print them.
+MADE = {"settings.md": "torchtrain.config.reference", "api.md": "parity_tests.api"}
 
 
-def on_files(files: Files, config: dict) -> Files:
-    """Add README under the name that mkdocs looks for."""
-    files.append(File.generated(config, "index.md", content=README.read_text(encoding="utf-8")))
+def on_files(files: "Files", config: dict) -> "Files":
+    """Add README under the name that mkdocs looks for, and the pages that programs make."""
+    from mkdocs.structure.files import File  # make test reads this file, and has no mkdocs
+
+    pages = {"index.md": README.read_text(encoding="utf-8")}
+    for page, module in MADE.items():
+        command = [".venv/bin/python", "-m", module]
+        pages[page] = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    for page, content in pages.items():
+        files.append(File.generated(config, page, content=content))
     return files
 
 

@@ -1,7 +1,4 @@
-"""The Python API as docs/api.md shows it, made from the docstrings.
-
-python -m parity_tests.api > docs/api.md
-"""
+"""The site's page of the Python API, made from the docstrings: python -m parity_tests.api."""
 
 import inspect
 import re
@@ -12,8 +9,8 @@ import torchtrain
 HEAD = """# Python API
 
 `import torchtrain` is cheap: torch and transformers are imported with the first use of a function.
-[The example](../README.md#in-your-own-training-loop) has three of them in their places.
-`python -m parity_tests.api > docs/api.md` makes this page from the docstrings."""
+[The example](index.md#in-your-own-training-loop) has three of them in their places.
+`python -m pydoc torchtrain.pack` prints a function's entry in the terminal."""
 FUNCTIONS = ("pack", "attach", "collate", "extend")
 
 

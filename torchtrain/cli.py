@@ -36,9 +36,11 @@ app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unk
 
 
 def main() -> None:
-    """Entry point of the command `torchtrain`. `config --help KEY` is `config --explain KEY`."""
+    """Entry point of `torchtrain`. `config --help KEY` is `config --explain KEY`; --explain alone lists all."""
     if sys.argv[1:2] == ["config"] and sys.argv[2:3] in (["--help"], ["-h"]) and len(sys.argv) == 4:
         sys.argv[2] = "--explain"
+    if sys.argv[1:] == ["config", "--explain"]:
+        sys.argv.pop()
     app()
 
 

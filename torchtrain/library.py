@@ -62,8 +62,8 @@ def pack(
     append_eos: close each text, and each completion that is a text, with the tokenizer's EOS. Token ids and
         conversations are taken as they are.
     seed: of the order of documents.
-    pack_settings: further settings of the section `pack` (docs/settings.md), such as `strategy="best_fit"` (the
-        default where documents have answers) and `longer="drop"`, which leaves out those longer than a row.
+    pack_settings: further settings (`torchtrain config --explain pack`), such as `strategy="best_fit"` (the default
+        where documents have answers) and `longer="drop"`, which leaves out those longer than a row.
     Returns a map-style data set. A row is a dict of `input_ids`, `position_ids`, `document_ids`, `shift_labels` and
         `domain_ids`, int64 [T]. `.to_datasets()` makes a `datasets.Dataset` of it.
     Raises UserError: a setting, a document or the tokenizer does not fit; there is no document.
@@ -113,8 +113,8 @@ def extend(config: "PretrainedConfig", sequence_length: int, **rope: Any) -> "Pr
 
     config: of the model.
     sequence_length: tokens of a row.
-    rope: settings of the section `rope` (docs/settings.md), such as `type="yarn"`; default: `type="ntk"`, or
-        nothing where the model holds the length.
+    rope: settings (`torchtrain config --explain rope`), such as `type="yarn"`; default: `type="ntk"`, or nothing
+        where the model holds the length.
     Raises UserError: a setting does not fit, or the model cannot be extended so.
     """
     from torchtrain.modeling.rope import extend as extend_config

@@ -2,19 +2,22 @@
 
 import importlib.util
 import re
+import runpy
 import shlex
 from pathlib import Path
 
 import pytest
 import typer
 
-from parity_tests import api
+import torchtrain
 from parity_tests.commands import load_apps
 from torchtrain.config.load import load_config
+from torchtrain.config.reference import list_settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 TOP = "anchorline|benchmarks|configs|docs|examples|jaxref|parity_tests|ropestudy|torchtrain"
+WITH_THE_SITE = runpy.run_path(str(ROOT / ".ci" / "site.py"))["MADE"]
 # The log names files as they were when an experiment was made.
 NAMED = [page for page in PAGES if page.name != "LOG.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -60,7 +63,16 @@ def test_links_lead_somewhere(page):
 
 def test_the_site_lists_every_page():
     listed = re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted(["index.md", *(page.name for page in (ROOT / "docs").glob("*.md"))])
+    assert sorted(listed) == sorted(["index.md", *WITH_THE_SITE, *(page.name for page in (ROOT / "docs").glob("*.md"))])
+
+
+def test_the_site_makes_the_pages_of_settings_and_functions():
+    settings, functions = (importlib.import_module(module).format_page() for module in WITH_THE_SITE.values())
+    for setting in list_settings():
+        assert f"- `{setting.key.partition('.')[2]}` ({setting.values}; `{setting.default}`): " in settings
+    for name in ("pack", "attach", "collate", "extend"):
+        assert f"## {name}\n\n    torchtrain.{name}(" in functions
+        assert (getattr(torchtrain, name).__doc__ or "?").partition("\n")[0] in functions
 
 
 @pytest.mark.parametrize("page", NAMED, ids=page_id)
@@ -117,13 +129,8 @@ def test_readme_prints_a_part_of_the_example():
     assert blocks["python"] in (ROOT / "examples" / "train_from_strings.py").read_text(encoding="utf-8")
 
 
-def test_the_api_page_holds_the_docstrings():
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    assert api.format_page() == page, "python -m parity_tests.api > docs/api.md"
-
-
 # Programs write them; a glossary has a line for a word.
-NOT_WRAPPED = ("api.md", "families.md", "glossary.md", "matrix.md", "results.md", "settings.md")
+NOT_WRAPPED = ("families.md", "glossary.md", "matrix.md", "results.md")
 MADE = re.compile(r"^<!-- (?:made|answers|results) .*?^<!-- end", re.MULTILINE | re.DOTALL)  # by a program
 WIDE = re.compile(r"\||    |  +-|!\[|<!--")  # tables, code, pictures, marks
 

@@ -231,7 +231,7 @@ def _yaml(
     first, *others = (f"{name}: {plain(value)}" for name, value in section.items())
     longer = length > positions
     lines = [
-        "# Written by `torchtrain init`. docs/settings.md and `torchtrain config --explain KEY` explain every setting.",
+        "# Written by `torchtrain init`. `torchtrain config --explain` lists all settings, with a KEY one of them.",
         "run:",
         f"  folder: {plain(f'runs/{out.stem}')} # checkpoints, losses and the trained model",
         "model:",

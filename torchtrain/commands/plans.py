@@ -119,20 +119,18 @@ def config(
         typer.Option("--explain", metavar="KEY", help="explain a setting or a section, such as train.betas or rope"),
     ] = None,
 ) -> None:
-    """Print the config with every default, as YAML that can replace the file.
+    """Print the config with every default, as YAML that can replace the file. Without FILE: a line for every setting.
 
     Example: torchtrain config configs/demo.yaml pack.variant=intra > mine.yaml
 
     Example: torchtrain config --explain pack.variant
     """
     with report_once():
-        if key is not None:
+        if key is not None or file is None:
             from torchtrain.config.reference import explain_settings
 
             print(explain_settings(key))
             return
-        if file is None:
-            raise UserError("FILE: is missing; give a YAML config, or --explain KEY")
 
         from torchtrain.config import dump_config, load_config
         from torchtrain.planning.work import describe_schedule

@@ -1,6 +1,6 @@
-"""Text on every setting, from the schema, for `torchtrain config --explain KEY` and docs/settings.md.
+"""Text on every setting, from the schema: of `torchtrain config --explain`, and of a page of the site.
 
-`python -m torchtrain.config.reference > docs/settings.md` writes the page.
+`python -m torchtrain.config.reference` prints the page.
 """
 
 import difflib
@@ -23,7 +23,6 @@ _INTRODUCTION = """# Settings
 A run's config has these sections; `torchtrain prepare` reads `tokenizer`, `data` and `prepare`. Write a key in the YAML
 file, or give it on the command line: `train.steps=20`. `torchtrain config --explain KEY` prints one entry of this page.
 An entry has the key, the allowed values, the default and the meaning.
-`python -m torchtrain.config.reference > docs/settings.md` makes the page.
 """
 
 
@@ -46,9 +45,14 @@ def list_settings(schemas: Sequence[type[BaseModel]] = (Config, Preparation)) ->
     return list(found.values())
 
 
-def explain_settings(key: str) -> str:
-    """Return the text on a key, or all keys of a section. Raises UserError: there is none; it names the nearest."""
+def explain_settings(key: str | None) -> str:
+    """Return the text on a key or on all keys of a section; None: a line for every setting.
+
+    Raises UserError: there is no such key; it names the nearest.
+    """
     settings = list_settings()
+    if key is None:
+        return "\n".join(f"{one.key}: {' '.join(one.meaning.split())}" for one in settings)
     # The index of a list is N: data.sources.0.files is data.sources.N.files.
     wanted = ".".join("N" if part.isdecimal() else part for part in key.split("."))
     found = [one for one in settings if one.key == wanted or one.key.startswith(wanted + ".")]
@@ -56,13 +60,13 @@ def explain_settings(key: str) -> str:
         known = [one.key for one in settings]
         ends = [name for name in known if name.rpartition(".")[2] == wanted]
         nearest = ends or difflib.get_close_matches(wanted[:100], known, n=1, cutoff=0.5)
-        hint = f"did you mean {' or '.join(nearest)}?" if nearest else "docs/settings.md lists all"
+        hint = f"did you mean {' or '.join(nearest)}?" if nearest else "`torchtrain config --explain` lists all"
         raise UserError(f"--explain {quoted(key)}: there is no such setting; {hint}")
     return "\n\n".join(map(str, found))
 
 
 def format_page() -> str:
-    """Return docs/settings.md."""
+    """Return the page."""
     lines, section = [_INTRODUCTION], ""
     for setting in list_settings():
         name, _, rest = setting.key.partition(".")

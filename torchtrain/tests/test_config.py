@@ -1,7 +1,6 @@
 """The schema: strict, with every mistake in one line that names the field, the value and the fix."""
 
 import re
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -10,7 +9,6 @@ from typer.testing import CliRunner
 from torchtrain.attention import ENGINES
 from torchtrain.cli import app
 from torchtrain.config import Config, ModelConfig, load_config
-from torchtrain.config.reference import format_page
 from torchtrain.tests.tiny import refused
 
 MINIMAL = """
@@ -102,12 +100,7 @@ def test_the_schema_names_every_engine():
     assert get_args(ModelConfig.model_fields["attention"].annotation) == ("auto", *ENGINES)
 
 
-# --- every setting is described, and docs/settings.md says what the schema says ---------------------------------------
-
-
-def test_the_page_is_what_the_schema_says():
-    page = Path(__file__).parents[2] / "docs" / "settings.md"
-    assert page.read_text(encoding="utf-8") == format_page(), "run python -m torchtrain.config.reference"
+# --- every setting is explained ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
