@@ -79,7 +79,7 @@ def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
         yield f"{len(left)} runs are still to be measured; the tables by cell follow then."
         return
     distances = sorted(experiment.measure.distances)
-    head = ["arithmetic", "mask", "seeds", *(f"at {distance}" for distance in distances), "mean", "without BOS", "sink"]
+    head = ["arithmetic", "mask", *(f"at {distance}" for distance in distances), "mean", "without BOS", "sink"]
     yield from _table(head, [_cell(measured, cell, len(distances)) for cell in _cells(experiment, measured)])
     if starts := sorted({int(start) for one in measured.values() for start in one.contexts}):
         yield ""
@@ -131,7 +131,7 @@ def _cell(measured: Measured, cell: tuple[str, str], distances: int) -> list[str
     at = [_of(measured, cell, "bos", number).mean() for number in range(distances)]
     both = [_of(measured, cell, opening).mean() for opening in ("bos", "no_bos")]
     sinks = [one.sink for run, one in measured.items() if run[:2] == cell]
-    return [*cell, f"{len(sinks)}", *(f"{of:.4f}" for of in (*at, *both)), f"{np.mean(sinks):.2f}"]
+    return [*cell, *(f"{of:.4f}" for of in (*at, *both)), f"{np.mean(sinks):.2f}"]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
