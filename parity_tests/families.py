@@ -422,25 +422,24 @@ such as BERT, XLM and ProphetNet, and drafters of Gemma 4), and judges it:
 {right} are right, {refused} refused, {not_built} not built, {wrong} wrong.
 
 - **Right**: `torchtrain.attach` takes the model. Its logits and the gradients of every module are those of the family's
-  own eager attention with the same rule as a 4D float mask, by the error rule. Layers with a sliding window have one
-  of 3 tokens here. No gradient reaches a token that may not be seen: exactly zero.
+  own eager attention with the same rule as a 4D float mask, by the error rule. Sliding windows have 3 tokens here. No
+  gradient reaches a token that may not be seen: exactly zero.
 - **Refused**: `torchtrain.attach` refuses the model and says why.
-- **With `engine="documents"`**: only `attach(model, engine="documents")` takes the family. The whole model runs once
-  for each document, the row's anchor in front, with the family's own attention. Truth is each document alone.
+- **With `engine="documents"`**: only `attach(model, engine="documents")` takes the family, and runs the whole model once
+  for each document, the row's anchor in front. Truth is each document alone.
 - **Not built**: no tiny model could be made from the family's default config. `attach` judges the model that you have.
 
 Layers may have more than the rule:
 
-- **Sliding windows** count a document's tokens behind the anchor's. So a window hides from a document what the model
-  hides from it alone. Beyond the window the anchor is hidden, too; `attach(model, keep_anchor=True)` keeps it visible,
-  with the engines `flex` and `dense`. `sdpa` on CUDA computes no windows.
+- **Sliding windows** count a document's tokens behind the anchor's. Beyond the window the anchor is hidden, too;
+  `attach(model, keep_anchor=True)` keeps it visible, with the engines `flex` and `dense`. `sdpa` on CUDA computes no
+  windows.
 - **Attention sinks** (gpt-oss) run with every engine but `sdpa` on CUDA and `flex` on a CPU.
 - **Soft caps** (Gemma 2) run with `flex` and `dense`, and with `flash` where the package flash-attn is installed.
   `auto` chooses `flex` on CUDA and `dense`, for rows of up to 8,192 tokens, on a CPU.
 - **Values narrower than keys** (MLA: DeepSeek V2 and V3) are padded with zeros.
 - **Layers with a state** (hybrids: Mamba, gated delta nets, short convolutions) begin each document in the state in
-  which the anchor ends: our definition. Without an anchor the state is reset. The layer's own forward runs on the
-  anchor and one document at a time. `use_cache` and Ulysses are refused.
+  which the anchor ends: our definition. Without an anchor the state is reset. `use_cache` and Ulysses are refused.
 - **Chunks** (Llama 4): a row that is longer than a chunk of attention is refused.
 - **Vision-language models** (Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, Llama 4): `attach` takes the whole model, and
   rows of text run.
