@@ -425,8 +425,8 @@ such as BERT, XLM and ProphetNet, and drafters of Gemma 4), and judges it:
   own eager attention with the same rule as a 4D float mask, by the error rule. Sliding windows have 3 tokens here. No
   gradient reaches a token that may not be seen: exactly zero.
 - **Refused**: `torchtrain.attach` refuses the model and says why.
-- **With `engine="documents"`**: only `attach(model, engine="documents")` takes the family, and runs the whole model once
-  for each document, the row's anchor in front. Truth is each document alone.
+- **With `engine="documents"`**: only `attach(model, engine="documents")` takes the family, and runs the whole model
+  once for each document, the row's anchor in front. Truth is each document alone.
 - **Not built**: no tiny model could be made from the family's default config. `attach` judges the model that you have.
 
 Layers may have more than the rule:
