@@ -27,7 +27,7 @@ CEILINGS = {
     "lines of tests' code": 22_100,
     "lines of source": 44_580,
     "lines of tests": 28_650,
-    "words of docs": 27_602,
+    "words of docs": 26_835,
     "settings without description": 0,
 }
 
