@@ -12,24 +12,25 @@ import copy
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig, modeling_rope_utils
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from anchorline.errors import UserError
+from anchorline.marked import MarkedPlace
 from jaxref.rope import inverse_frequencies
 from jaxref.rope_spec import RopeSpec
 from torchtrain.config import RopeConfig
 from torchtrain.modeling.rope import extend, parameters_of, rotated_dimensions
 
 _OTHERS = re.compile("Vision|Audio|Depth")  # rotary modules that do not rotate text
+TABLE = MarkedPlace("<!-- made by parity_tests/extensions.py -->", "<!-- end of extensions -->")
 STRETCH = 2  # of the length that a config names
 ORIGINAL = "original_max_position_embeddings"
 # `rope` sections; longrope's lists depend on the model.
@@ -84,7 +85,7 @@ def refusals(family: str) -> dict[str, str]:
 
 
 def describe(families: list[str]) -> str:
-    """Return a section of docs/families.md: which families extend, and which refuse what."""
+    """Which families extend, and which refuse what, as Markdown."""
     rows = {family: refusals(family) for family in families if config_of(family) is not None}
     groups: dict[tuple[str, str], list[str]] = {}
     for family, refused in rows.items():
@@ -94,26 +95,9 @@ def describe(families: list[str]) -> str:
             which = "all" if len(refused) == len(SETTINGS) else ", ".join(refused)
             groups.setdefault((which, reason), []).append(family)
     table = [f"| {', '.join(families)} | {which} | {why} |" for (which, why), families in groups.items()]
-    count = {"families": len(rows), "whole": sum(not refused for refused in rows.values())}
-    return "\n".join([_SECTION.format(**count, settings=", ".join(SETTINGS)), *table, ""])
-
-
-_SECTION = """
-## What extending keeps
-
-`torchtrain.extend` and the `rope` section change the keys of RoPE that the settings name, and no other. Another type
-takes the place of the model's, and the parameters that only the model's type takes go with it: the line `rope` of a run
-names each. What both types take stays (`attention_factor`, betas, `truncate`, `mscale`), and so do the keys of a family
-(`llama_4_scaling_beta`, `mrope_section`), `partial_rotary_factor`, and the parameters of layers with windows. A length
-that the model has, with settings that say nothing new, changes nothing.
-
-A program extends the default config of each of {families} families with RoPE to twice its length, by each of:
-{settings}.
-The frequencies and the attention factor of the family's own rotary module are those of the merged parameters, and the
-oracle's, rounded to float32. {whole} families take all of it. The others refuse what follows.
-
-| families | refused | why |
-| --- | --- | --- |"""
+    whole = sum(not refused for refused in rows.values())
+    head = f"{len(rows)} families, each by {', '.join(SETTINGS)}. {whole} take all of it."
+    return "\n".join([head, "\n| families | refused | why |\n| --- | --- | --- |", *table])
 
 
 def find_fault(config: PretrainedConfig, settings: dict[str, Any]) -> str:
@@ -218,27 +202,19 @@ def _head_dim(config: PretrainedConfig, kind: str | None = "full_attention") -> 
     return getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads
 
 
-class _Wide:
-    """torch, where what transformers calls float32 is float64."""
+class in_float64(TorchFunctionMode):  # noqa: N801
+    """Make every cast to float32 one to float64. Models cast softmax, norms and states to float32 whatever they are."""
 
-    float = float32 = torch.float64
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        given, named = [_widened(x) for x in args], {name: _widened(x) for name, x in (kwargs or {}).items()}
+        return function(*given, **named)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
-
-@contextmanager
-def in_float64(*modules: Any) -> Iterator[None]:
-    """Let modules of transformers compute in float64 what they compute in float32."""
-    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-        patches = [mock.patch.object(module, "torch", _Wide()) for module in (modeling_rope_utils, *modules)]
-        for patch in patches:
-            patch.start()
-        try:
-            yield
-        finally:
-            for patch in patches:
-                patch.stop()
+def _widened(given: Any) -> Any:
+    return torch.float64 if given is torch.float32 else given
 
 
 def model_frequencies(config: PretrainedConfig, kind: str | None = None) -> tuple[np.ndarray, float]:
@@ -253,7 +229,7 @@ def model_frequencies(config: PretrainedConfig, kind: str | None = None) -> tupl
         for name, value in vars(module).items()
         if name.endswith("RotaryEmbedding") and value.__module__ == module.__name__ and not _OTHERS.search(name)
     ]
-    with in_float64(module):
+    with in_float64():
         built = rotary(copy.deepcopy(config))
     prefix = "" if kind is None else f"{kind}_"
     frequencies = getattr(built, f"{prefix}inv_freq")

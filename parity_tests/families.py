@@ -33,7 +33,6 @@ from unittest.mock import patch
 import torch
 import transformers
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -41,8 +40,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import torchtrain
 from anchorline.errors import UserError
 from anchorline.files import save
+from anchorline.marked import MarkedPlace, read_marked
 from anchorline.tolerance import judge
 from parity_tests import extensions
+from parity_tests.extensions import in_float64
 from torchtrain.attention import visible_BTT
 from torchtrain.attention.attach import DOCUMENTS
 from torchtrain.attention.hf import KEEPS_ANCHOR
@@ -51,7 +52,9 @@ from torchtrain.attention.recurrent import is_mixer, runs_whole
 from torchtrain.marks import ANCHOR, PADDING
 
 RIGHT, REFUSED, NOT_BUILT, WRONG = "right", "refused", "not built", "WRONG"
+_ORDER = (WRONG, RIGHT, REFUSED, NOT_BUILT)
 WHOLE = 'with `engine="documents"`'
+TABLE = MarkedPlace("<!-- made by parity_tests/families.py -->", "<!-- end of families -->")
 _VOCABULARY = 61
 _WINDOW = 3  # of the layers that have one: shorter than the documents below
 _LARGEST = 20_000_000  # parameters: more are not a tiny model: its config has a size that `_SIZES` does not know
@@ -122,25 +125,6 @@ _NAMES: dict[Any, str] = {
 _SIZES = {name: size for size, names in _NAMES.items() for name in names.split()} | {"is_decoder": True}
 
 
-# A test trains and exports a tiny model of each. Which families these are is our choice.
-MOST_USED = {
-    **{
-        "Qwen 3": "qwen3",
-        "Llama 3": "llama",
-        "gpt-oss": "gpt_oss",
-        "Qwen 2.5": "qwen2",
-        "Qwen 3.5": "qwen3_5_moe_text",
-    },
-    **{"Gemma 3": "gemma3_text", "Gemma 4": "gemma4_text", "Mistral": "mistral", "DeepSeek V3, R1": "deepseek_v3"},
-    **{"Phi 4": "phi3", "GLM 4.5": "glm4_moe", "OLMo 3": "olmo3", "Granite 4": "granitemoehybrid"},
-    **{"Nemotron-H": "nemotron_h", "LFM2": "lfm2"},
-}
-_USED = """
-## The most used
-
-A test trains a tiny model of each, resumes it, exports it, and compares the reloaded export with transformers
-(`-k trains_resumes` of `torchtrain/tests/test_train.py`): """
-
 # Encoders, encoder-decoders and decoders of before 2023, which nobody extends; and heads of speech and music.
 LEFT_OUT = {
     *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small"),
@@ -166,14 +150,18 @@ def main() -> int:
     """Sweep, print, and write the page; 1 if a family that is accepted computes something else."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help="model types; every causal family without one")
-    parser.add_argument("--out", type=Path, help="the page to write")
+    parser.add_argument("--out", type=Path, help="the page whose tables are written")
     arguments = parser.parse_args()
     rows = []
     for family in arguments.families or causal_families():
         rows.append(examine(family))
         print(f"{rows[-1].family}: {rows[-1].verdict} {rows[-1].why} | {rows[-1].alone}", flush=True)
     if arguments.out:
-        save(arguments.out, page(rows).encode())
+        text = TABLE.put(read_marked(arguments.out, [TABLE, extensions.TABLE]), describe(rows))
+        save(
+            arguments.out,
+            extensions.TABLE.put(text, extensions.describe(arguments.families or causal_families())).encode(),
+        )
     return int(any(row.verdict == WRONG for row in rows))
 
 
@@ -319,21 +307,6 @@ def logits_and_gradients(
     return {**states, "logits": logits_BTV.detach(), **flat}
 
 
-class in_float64(TorchFunctionMode):  # noqa: N801
-    """Make every cast to float32 one to float64. Models cast softmax, norms and states to float32 whatever they are."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        function = torch.Tensor.double if function is torch.Tensor.float else function
-        given, named = [_widened(x) for x in args], {name: _widened(x) for name, x in (kwargs or {}).items()}
-        return function(*given, **named)
-
-
-def _widened(given: Any) -> Any:
-    return torch.float64 if given is torch.float32 else given
-
-
 def _carries_a_state(model: Any) -> bool:
     return any(is_mixer(module) or runs_whole(module) for module in model.modules())
 
@@ -414,59 +387,20 @@ def _alone(model: Any) -> str:
         model.set_attn_implementation("eager")
 
 
-HEAD = """# Families under `anchor`
-
-`make families` makes this page. It builds a tiny random model in float64 of every model type that
-`AutoModelForCausalLM` knows (transformers {version}), but for {left_out} that nobody extends (old ones
-such as BERT, XLM and ProphetNet, and drafters of Gemma 4), and judges it:
-{right} are right, {refused} refused, {not_built} not built, {wrong} wrong.
-
-- **Right**: `torchtrain.attach` takes the model. Its logits and the gradients of every module are those of the family's
-  own eager attention with the same rule as a 4D float mask, by the error rule. Sliding windows have 3 tokens here. No
-  gradient reaches a token that may not be seen: exactly zero.
-- **Refused**: `torchtrain.attach` refuses the model and says why.
-- **With `engine="documents"`**: only `attach(model, engine="documents")` takes the family, and runs the whole model
-  once for each document, the row's anchor in front. Truth is each document alone.
-- **Not built**: no tiny model could be made from the family's default config. `attach` judges the model that you have.
-
-Layers may have more than the rule:
-
-- **Sliding windows** count a document's tokens behind the anchor's. Beyond the window the anchor is hidden, too;
-  `attach(model, keep_anchor=True)` keeps it visible, with the engines `flex` and `dense`. `sdpa` on CUDA computes no
-  windows.
-- **Attention sinks** (gpt-oss) run with every engine but `sdpa` on CUDA and `flex` on a CPU.
-- **Soft caps** (Gemma 2) run with `flex` and `dense`, and with `flash` where the package flash-attn is installed.
-  `auto` chooses `flex` on CUDA and `dense`, for rows of up to 8,192 tokens, on a CPU.
-- **Values narrower than keys** (MLA: DeepSeek V2 and V3) are padded with zeros.
-- **Layers with a state** (hybrids: Mamba, gated delta nets, short convolutions) begin each document in the state in
-  which the anchor ends: our definition. Without an anchor the state is reset. `use_cache` and Ulysses are refused.
-- **Chunks** (Llama 4): a row that is longer than a chunk of attention is refused.
-- **Vision-language models** (Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, Llama 4): `attach` takes the whole model, and
-  rows of text run.
-
-`parity run model=FOLDER` judges a checkpoint of such a family in the same way.
-
-Call `torchtrain.attach`, not `model.set_attn_implementation("anchor")` alone. The last column says what the latter
-does: it refuses, it ignores `document_ids`, or it leaks in silence.
-
-| families | verdict | why | without `attach` |
-| --- | --- | --- | --- |"""
-
-
-def page(rows: list[FamilyRow]) -> str:
-    """The table as Markdown: families that have all in common stand in one row."""
-    count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in (RIGHT, REFUSED, NOT_BUILT, WRONG)}
-    numbers = {verdict.lower().replace(" ", "_"): number for verdict, number in count.items()}
+def describe(rows: list[FamilyRow]) -> str:
+    """The counts and the table as Markdown: families that have all in common stand in one row."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         groups.setdefault((row.verdict, row.why.partition(";")[0], row.alone), []).append(row.family)
-    order = [WRONG, RIGHT, REFUSED, NOT_BUILT]
-    lines = [HEAD.format(version=transformers.__version__, left_out=len(LEFT_OUT), **numbers)]
-    for (verdict, why, alone), families in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
+    counts = [f"{sum(row.verdict == verdict for row in rows)} {verdict.lower()}" for verdict in _ORDER]
+    lines = [
+        f"transformers {transformers.__version__}: {', '.join(counts)}; {len(LEFT_OUT)} left out.",
+        "\n| families | verdict | why | without `attach` |\n| --- | --- | --- | --- |",
+    ]
+    for (verdict, why, alone), families in sorted(groups.items(), key=lambda item: _ORDER.index(item[0][0])):
         cells = (", ".join(families), verdict, why, alone)
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-    used = ", ".join(f"{name} (`{kind}`)" for name, kind in MOST_USED.items())
-    return "\n".join([*lines, f"{_USED}{used}.", ""]) + extensions.describe([row.family for row in rows])
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ def test_frequencies(rope_type, head_dim, theta, seq_len):
     """Rounded to float32, the oracle's frequencies are those of transformers' own code in float64."""
     config = config_of(rope_type, head_dim, theta)
     ours, our_scaling = inverse_frequencies(RopeSpec.from_hf(config.to_dict()), seq_len)
-    with in_float64(modeling_llama):
+    with in_float64():
         theirs, their_scaling = transformers_frequencies(config, seq_len)
     assert theirs.dtype == torch.float64
     np.testing.assert_array_equal(ours.astype(np.float32), theirs.float().numpy())
