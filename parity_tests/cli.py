@@ -254,18 +254,12 @@ def diff(
 
     Example: parity diff runs/before/report.json runs/after/report.json
     """
-    from parity_tests.report import diff as differences
+    from parity_tests.report.diff import diff as compare_reports
     from parity_tests.report.schema import read_report
 
     with _interruptible():
-        found = differences.diff(read_report(a), read_report(b), gone or ())
-    if text := differences.format_diff(found):
-        print(text)
-    counts = f"{found.same} with the same verdict, {len(found.better)} better, {len(found.worse)} worse"
-    missing = f", {len(found.gone)} gone" if found.gone else ""
-    missing += "" if found.judged else ", nothing was judged in both"
-    new = f", {len(found.only_b)} new" if found.only_b else ""
-    print(f"{'WORSE' if found.got_worse else 'NO WORSE'}: {counts}{missing}{new}")
+        found = compare_reports(read_report(a), read_report(b), gone or ())
+    print(found.explain())
     if found.got_worse:
         raise typer.Exit(1)
 
@@ -408,13 +402,9 @@ def _run(gate: Any, out: Path | None, case: str | None, workers: int) -> Any:
 
 def _line(case: Any) -> str:
     """One case in one line."""
-    if case.skipped is not None:
-        return f"skipped  {case.id}: {case.skipped}"
-    if case.problem is not None:
-        return f"FAILS    {case.id}: {case.problem}"
-    if case.first_divergence is not None:
-        return f"FAILS    {case.id}: {case.first_divergence.words}"
-    return f"passes   {case.id} in {case.seconds:.1f} s"
+    if case.passed:
+        return f"passes   {case.id} in {case.seconds:.1f} s"
+    return f"{'FAILS   ' if case.failed else 'skipped '} {case.id}: {case.reasons[0]}"
 
 
 def _tell(report: Any, out: Path | None, format_: str) -> None:
@@ -423,12 +413,11 @@ def _tell(report: Any, out: Path | None, format_: str) -> None:
         _show_case(report.cases[0])
     _leave_traces(report, out, format_)
     cases = [case for case in report.cases if case.skipped is None]
-    broken = [case for case in cases if not case.passed]
+    broken = [case for case in cases if case.failed]
     if broken:
         first = broken[0]
-        what = first.problem or first.first_divergence.words
         more = f"; {len(broken)} of {len(cases)} cases fail" if len(cases) > 1 else ""
-        print(f"DIFFERENT: {what} [{first.id}]{more}")
+        print(f"DIFFERENT: {first.reasons[0]} [{first.id}]{more}")
         raise typer.Exit(1)
     skipped = len(report.cases) - len(cases)
     also = f", {skipped} cases cannot run here" if skipped else ""

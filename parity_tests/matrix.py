@@ -96,7 +96,7 @@ def page(rows: dict[tuple[str, ...], Report | str], config: str) -> str:
         cases = report.cases if isinstance(report, Report) else []
         cells = [_cell(_judged(cases, column)) for column in columns]
         alike.setdefault((pair[0], *cells), []).append(pair[1])
-        words = [f"`{case.id}`: {why}" for case in cases if (why := _why(case))] if cases else [str(report)]
+        words = [f"`{case.id}`: {case.reasons[0]}" for case in cases if case.failed] if cases else [str(report)]
         faults += [f"- torch {pair[0]}, transformers {pair[1]}: {why}" for why in words]
     lines += ["| " + " | ".join([torch, ", ".join(own), *cells]) + " |" for (torch, *cells), own in alike.items()]
     hardware = reports[0].environment.hardware if reports else "no machine"
@@ -116,10 +116,6 @@ def _cell(cases: list[CaseReport]) -> str:
         return "not run"
     worst = max((measure.ratio for case in cases for measure in case.measures), default=float("inf"))
     return f"{worst:.2f}" if all(case.passed for case in cases) else f"**{worst:.3g}**"
-
-
-def _why(case: CaseReport) -> str | None:
-    return case.problem or (case.first_divergence.words if case.first_divergence else None)
 
 
 if __name__ == "__main__":

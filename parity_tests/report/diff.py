@@ -7,45 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from parity_tests.report.schema import CaseReport, Report
+from parity_tests.report.schema import Report
 
 # A ratio counts as moved if it has changed by this factor; reruns of one computation do not move at all.
 FACTOR = 1.5
-
-
-@dataclass(frozen=True)
-class Moved:
-    """One measure whose error over allowance is another in `b`."""
-
-    case: str
-    measure: str
-    before: float
-    after: float
-
-    @property
-    def factor(self) -> float:
-        """How many times larger the larger is; infinite where the smaller is 0."""
-        low, high = sorted((self.before, self.after))
-        return 1.0 if low == high else high / low if low else float("inf")
-
-
-@dataclass(frozen=True)
-class Changed:
-    """One case whose verdict is another in `b`."""
-
-    case: str
-    before: str
-    after: str
-    words: str  # of the report in which it does not pass
+SHOWN = 20
+_RANK = {"passed": 0, "skipped": 1, "broken": 2, "not judged": 2}
 
 
 @dataclass(frozen=True)
 class Diff:
-    """What moved from report `a` to report `b`."""
+    """What moved from report `a` to report `b`, a line each."""
 
-    worse: list[Changed]
-    better: list[Changed]
-    moved: list[Moved]  # the largest factor first
+    worse: list[str]  # cases with another verdict: `ID: passed -> broken: why`
+    better: list[str]
+    moved: list[str]  # measures whose error over allowance is another in `b`, the largest factor first
     gone: list[str]  # cases and arrays that were judged in `a` alone, but for those that were named
     only_b: list[str]
     failed_only_b: list[str]
@@ -58,17 +34,20 @@ class Diff:
         """Whether a case broke, a new one does not pass, something judged is gone, or nothing was judged in both."""
         return bool(self.worse or self.failed_only_b or self.gone) or not self.judged
 
-
-def verdict(case: CaseReport) -> str:
-    """`passed`, `broken`, `not judged` or `skipped`."""
-    if case.skipped is not None:
-        return "skipped"
-    if case.problem is not None:
-        return "not judged"
-    return "passed" if case.passed else "broken"
-
-
-_RANK = {"passed": 0, "skipped": 1, "broken": 2, "not judged": 2}
+    def explain(self) -> str:
+        """Line by line what got worse, what got better, what moved most, what is gone and new; and the verdict."""
+        lines = [f"worse: {line}" for line in self.worse] + [f"better: {line}" for line in self.better]
+        lines += [f"moved: {line}" for line in self.moved[:SHOWN]]
+        if len(self.moved) > SHOWN:
+            lines.append(f"moved by {FACTOR} times or more: {len(self.moved) - SHOWN} others")
+        for title, names in (("gone", self.gone), ("new", self.only_b)):
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            lines += [f"{title}: {', '.join(names[:SHOWN])}{more}"] if names else []
+        lines += [f"differs: {line}" for line in self.settings]
+        counts = [f"{self.same} with the same verdict", f"{len(self.better)} better", f"{len(self.worse)} worse"]
+        counts += [f"{len(self.gone)} gone"] * bool(self.gone) + ["nothing was judged in both"] * (not self.judged)
+        counts += [f"{len(self.only_b)} new"] * bool(self.only_b)
+        return "\n".join([*lines, f"{'WORSE' if self.got_worse else 'NO WORSE'}: {', '.join(counts)}"])
 
 
 def diff(a: Report, b: Report, gone: Sequence[str] = ()) -> Diff:
@@ -79,47 +58,37 @@ def diff(a: Report, b: Report, gone: Sequence[str] = ()) -> Diff:
     """
     first, second = ({case.id: case for case in report.cases} for report in (a, b))
     shared = [name for name in first if name in second]
-    worse, better, moved, judged = [], [], [], 0
+    worse, better, judged = [], [], 0
+    moved: list[tuple[float, str]] = []
     missing = [name for name in first if name not in second]
     for name in shared:
         before, after = first[name], second[name]
-        if verdict(before) != verdict(after):
-            broken = after if _RANK[verdict(after)] >= _RANK[verdict(before)] else before
-            change = Changed(name, verdict(before), verdict(after), _words(broken))
-            (worse if broken is after else better).append(change)
-        moved += _find_moved(before, after)
-        names = {measure.name for measure in after.measures}
-        judged += sum(measure.name in names for measure in before.measures)
-        if verdict(after) in ("passed", "broken"):  # of the others the verdict says it
-            missing += [f"{name}:{measure.name}" for measure in before.measures if measure.name not in names]
+        if before.verdict != after.verdict:
+            got_worse = _RANK[after.verdict] >= _RANK[before.verdict]
+            why = (after if got_worse else before).reasons[0]
+            (worse if got_worse else better).append(f"{name}: {before.verdict} -> {after.verdict}: {why}")
+        earlier, later = ({m.name: m.ratio for m in case.measures} for case in (before, after))
+        both = [array for array in later if array in earlier]
+        judged += len(both)
+        for array in both:
+            low, high = sorted((earlier[array], later[array]))
+            factor = 1.0 if low == high else high / low if low else float("inf")
+            if factor >= FACTOR:
+                moved.append((factor, f"{name}: {array}: ratio {earlier[array]:.3g} -> {later[array]:.3g}"))
+        if after.verdict in ("passed", "broken"):  # of the others the verdict says it
+            missing += [f"{name}:{array}" for array in earlier if array not in later]
+    only_b = [name for name in second if name not in first]
     return Diff(
         worse=worse,
         better=better,
-        moved=sorted(moved, key=lambda move: move.factor, reverse=True),
+        moved=[line for _, line in sorted(moved, key=lambda move: move[0], reverse=True)],
         gone=[name for name in missing if not any(fnmatchcase(name, pattern) for pattern in gone)],
-        only_b=[name for name in second if name not in first],
-        failed_only_b=[
-            name for name, case in second.items() if name not in first and verdict(case) in ("broken", "not judged")
-        ],
+        only_b=only_b,
+        failed_only_b=[name for name in only_b if second[name].failed],
         settings=_settings(a, b),
         same=len(shared) - len(worse) - len(better),
         judged=judged,
     )
-
-
-def _find_moved(before: CaseReport, after: CaseReport) -> list[Moved]:
-    earlier = {measure.name: measure for measure in before.measures}
-    moves = [
-        Moved(after.id, measure.name, earlier[measure.name].ratio, measure.ratio)
-        for measure in after.measures
-        if measure.name in earlier
-    ]
-    return [move for move in moves if move.factor >= FACTOR]
-
-
-def _words(case: CaseReport) -> str:
-    first = case.first_divergence
-    return case.problem or case.skipped or (first.words if first else "")
 
 
 def _settings(a: Report, b: Report) -> list[str]:
@@ -129,18 +98,3 @@ def _settings(a: Report, b: Report) -> list[str]:
     for name in sorted(before.versions.keys() | after.versions.keys()):
         pairs[name] = (before.versions.get(name), after.versions.get(name))
     return [f"{name}: {old} -> {new}" for name, (old, new) in pairs.items() if old != new]
-
-
-def format_diff(found: Diff, limit: int = 20) -> str:
-    """Say line by line what got worse, what got better, what moved most, what is gone and what is new."""
-    lines = []
-    for title, changes in (("worse", found.worse), ("better", found.better)):
-        lines += [f"{title}: {change.case}: {change.before} -> {change.after}: {change.words}" for change in changes]
-    for move in found.moved[:limit]:
-        lines.append(f"moved: {move.case}: {move.measure}: ratio {move.before:.3g} -> {move.after:.3g}")
-    if len(found.moved) > limit:
-        lines.append(f"moved by {FACTOR} times or more: {len(found.moved) - limit} others")
-    for title, names in (("gone", found.gone), ("new", found.only_b)):
-        more = f" and {len(names) - limit} more" if len(names) > limit else ""
-        lines += [f"{title}: {', '.join(names[:limit])}{more}"] if names else []
-    return "\n".join(lines + [f"differs: {line}" for line in found.settings])

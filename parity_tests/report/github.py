@@ -9,18 +9,17 @@ def annotations(report: Report) -> list[str]:
     """A workflow command for each case that does not pass: GitHub shows it at the commit."""
     lines = []
     for case in report.cases:
-        words = case.problem or (case.first_divergence and case.first_divergence.words)
-        if words:
-            lines.append(f"::error title={_escape(f'parity {case.id}', ':,')}::{_escape(words)}")
-        elif case.skipped:
-            lines.append(f"::notice title={_escape(f'parity {case.id}', ':,')}::{_escape(f'not run: {case.skipped}')}")
+        if not case.passed:
+            kind, start = ("error", "") if case.failed else ("notice", "not run: ")
+            words = _escape(f"{start}{case.reasons[0]}")
+            lines.append(f"::{kind} title={_escape(f'parity {case.id}', ':,')}::{words}")
     return lines
 
 
 def to_badge(report: Report) -> str:
     """`badge.json`, as shields.io's endpoint badge reads it."""
     judged = [case for case in report.cases if case.skipped is None]
-    failed = sum(not case.passed for case in judged)
+    failed = sum(case.failed for case in judged)
     of = f"{len(judged)} case{'s' * (len(judged) != 1)}"
     message = f"{failed} of {of} differ" if failed else f"{of} the same"
     color = "red" if failed else "brightgreen"

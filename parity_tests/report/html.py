@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from anchorline.page import count
 from anchorline.page import render as render_page
-from parity_tests.report.diff import verdict
 from parity_tests.report.plot import plot, plot_layers, where_over
 from parity_tests.report.schema import CaseReport, Group, Measure, Report
 
@@ -32,13 +31,15 @@ KEPT = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 BROKEN = (2.0, 10.0, 100.0, math.inf)
 
 PLOTTED = 4  # profiles of a case
+# Of a heat map: error over allowance, a row a layer (or one, of None), a column a tap.
+Rows = list[tuple[int | None, list[Measure | None]]]
 
 
 def render(report: Report) -> str:
     """The page, as HTML text to be written in UTF-8. Everything in the report is taken for text, never for markup."""
     order = list(SIGNS)
     entries = [ListedCase(number, case) for number, case in enumerate(report.cases, start=1)]
-    entries.sort(key=lambda entry: order.index(entry.verdict))
+    entries.sort(key=lambda entry: order.index(entry.case.verdict))
     word, sentence = headline(report)
     present = {measure.group for case in report.cases for measure in case.measures}
     environment = report.environment
@@ -62,15 +63,19 @@ def render(report: Report) -> str:
         sentence=sentence,
         passed=report.passed,
         entries=entries,
-        failed=[entry for entry in entries if entry.failed],
+        failed=[entry for entry in entries if entry.case.failed],
         stages={stage: name for stage, name in STAGES.items() if stage in present},
         scale=_scale(),
+        signs=SIGNS,
+        place=place,
+        ratio=ratio,
+        number=number,
     )
 
 
 def headline(report: Report) -> tuple[str, str]:
     """A word, and a sentence."""
-    counts = Counter(map(verdict, report.cases))
+    counts = Counter(case.verdict for case in report.cases)
     run = len(report.cases) - counts["skipped"]
     skipped = f" {count(counts['skipped'], 'case')} could not run on this machine." if counts["skipped"] else ""
     if not run:
@@ -88,26 +93,6 @@ def headline(report: Report) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class TableCell:
-    """A measure in a table. place: its class on the scale."""
-
-    measure: Measure
-    place: str
-    ratio: str
-    error: str
-    allowance: str
-
-
-@dataclass(frozen=True)
-class Heat:
-    """Error over allowance: a row a layer (or one, of None), a column a tap, in the order of the computation."""
-
-    caption: str
-    taps: list[str]
-    rows: list[tuple[int | None, list[TableCell | None]]]
-
-
-@dataclass(frozen=True)
 class ListedCase:
     """One case, as the page lists it. number: its place in report.json, from 1."""
 
@@ -115,53 +100,26 @@ class ListedCase:
     case: CaseReport
 
     @property
-    def verdict(self) -> str:
-        """One of `SIGNS`."""
-        return verdict(self.case)
-
-    @property
-    def sign(self) -> str:
-        """The same in a letter."""
-        return SIGNS[self.verdict]
-
-    @property
-    def failed(self) -> bool:
-        """Whether it was run and does not pass."""
-        return self.verdict in ("broken", "not judged")
-
-    @property
-    def reasons(self) -> list[str]:
-        """Why it does not pass, the first reason first."""
-        first = self.case.first_divergence
-        return list(dict.fromkeys(filter(None, (self.case.problem, self.case.skipped, first and first.words))))
-
-    @property
     def broken(self) -> int:
         """Measures that break the rule."""
         return sum(not measure.passed for measure in self.case.measures)
 
-    @property
-    def cells(self) -> list[TableCell]:
-        """Every measure, in the order of the computation."""
-        return [cell(measure) for measure in self.case.measures]
-
-    def worst(self, stage: Group | None = None) -> TableCell | None:
+    def worst(self, stage: Group | None = None) -> Measure | None:
         """The worst measure of a stage, or of all."""
-        own = [measure for measure in self.case.measures if stage in (None, measure.group)]
-        return cell(max(own, key=_badness)) if own else None
+        return max((m for m in self.case.measures if stage in (None, m.group)), key=_badness, default=None)
 
-    def heats(self) -> dict[str, list[Heat]]:
-        """The heat maps of each stage: the layers, and what is outside the layers as one row."""
-        made: dict[str, list[Heat]] = {}
+    def heats(self) -> dict[str, list[tuple[str, list[str], Rows]]]:
+        """The heat maps of each stage, of the layers and of what is outside of them: caption, columns and rows."""
+        made: dict[str, list[tuple[str, list[str], Rows]]] = {}
         for stage, name in STAGES.items():
             own = [measure for measure in self.case.measures if measure.group == stage]
             outside = "Steps" if stage == "trajectory" else "Outside the layers"
             for caption, in_layers in (("Layer by layer", True), (outside, False)):
                 if measures := [measure for measure in own if (measure.layer is not None) == in_layers]:
-                    made.setdefault(name, []).append(_heat(caption, measures))
+                    made.setdefault(name, []).append((caption, *_heat(measures)))
         return made
 
-    def plots(self) -> list[tuple[TableCell, str, str]]:
+    def plots(self) -> list[tuple[Measure, str, str]]:
         """Error along the sequence, as an image and in words.
 
         Shown are the first divergence and the worst that broke; of a case that passed, the worst.
@@ -172,7 +130,7 @@ class ListedCase:
         broken = [measure for measure in drawn if not measure.passed]
         shown = (broken or drawn[:1])[:PLOTTED]
         profiles = [(measure, measure.profile) for measure in shown if measure.profile]
-        return [(cell(m), plot(profile, self.case.tokens or 0), where_over(profile)) for m, profile in profiles]
+        return [(m, plot(profile, self.case.tokens or 0), where_over(profile)) for m, profile in profiles]
 
     def growth(self) -> list[tuple[str, str]]:
         """The arrays of every layer that broke first, and how each errs from layer to layer, as an image."""
@@ -180,11 +138,6 @@ class ListedCase:
         taps = list(dict.fromkeys(broken))[:PLOTTED]
         rows = [(tap, [m for m in self.case.measures if m.tap == tap and m.group == "forward"]) for tap in taps]
         return [(tap, plot_layers(own)) for tap, own in rows if len(own) > 2]
-
-
-def cell(measure: Measure) -> TableCell:
-    """A measure, and what is said of it."""
-    return TableCell(measure, place(measure), ratio(measure), number(measure.error), number(measure.allowance))
 
 
 def place(measure: Measure) -> str:
@@ -215,13 +168,13 @@ def number(value: float) -> str:
     return f"{digits}e{int(exponent)}"
 
 
-def _heat(caption: str, measures: Sequence[Measure]) -> Heat:
+def _heat(measures: Sequence[Measure]) -> tuple[list[str], Rows]:
     taps = list(dict.fromkeys(measure.tap for measure in measures))
-    rows: dict[int | None, dict[str, TableCell]] = {}
+    rows: dict[int | None, dict[str, Measure]] = {}
     for measure in measures:
-        rows.setdefault(measure.layer, {})[measure.tap] = cell(measure)
+        rows.setdefault(measure.layer, {})[measure.tap] = measure
     ordered = sorted(rows.items(), key=lambda pair: pair[0] or 0)
-    return Heat(caption, taps, [(layer, [row.get(tap) for tap in taps]) for layer, row in ordered])
+    return taps, [(layer, [row.get(tap) for tap in taps]) for layer, row in ordered]
 
 
 def _badness(measure: Measure) -> tuple[bool, float]:

@@ -1,5 +1,6 @@
 """A report as `junit.xml`, which every CI server reads: a case is a test."""
 
+from collections import Counter
 from xml.etree import ElementTree
 
 from parity_tests.report.schema import CaseReport, Report
@@ -7,12 +8,9 @@ from parity_tests.report.schema import CaseReport, Report
 
 def to_junit(report: Report) -> str:
     """One test suite: broken rules are failures, cases that could not be judged errors, skipped ones say why."""
-    counts = {
-        "tests": len(report.cases),
-        "failures": sum(case.problem is None and case.first_divergence is not None for case in report.cases),
-        "errors": sum(case.problem is not None for case in report.cases),
-        "skipped": sum(case.skipped is not None for case in report.cases),
-    }
+    found = Counter(case.verdict for case in report.cases)
+    counts = {"tests": len(report.cases), "failures": found["broken"], "errors": found["not judged"]}
+    counts |= {"skipped": found["skipped"]}
     attributes = {name: str(count) for name, count in counts.items()} | {"time": f"{report.seconds:.3f}"}
     suites = ElementTree.Element("testsuites", attributes | {"name": "parity"})
     suite = ElementTree.SubElement(
@@ -34,14 +32,11 @@ def _add(suite: ElementTree.Element, case: CaseReport) -> None:
             "time": f"{case.seconds:.3f}",
         },
     )
-    if case.skipped is not None:
-        ElementTree.SubElement(test, "skipped", {"message": _legal(case.skipped)})
-    elif case.problem is not None:
-        ElementTree.SubElement(test, "error", {"message": _legal(case.problem)}).text = _legal(case.command)
-    elif case.first_divergence is not None:
-        ElementTree.SubElement(test, "failure", {"message": _legal(case.first_divergence.words)}).text = _legal(
-            "\n".join([*_broken(case), case.command])
-        )
+    if not case.passed:
+        kind = {"skipped": "skipped", "not judged": "error", "broken": "failure"}[case.verdict]
+        words = ElementTree.SubElement(test, kind, {"message": _legal(case.reasons[0])})
+        if case.failed:
+            words.text = _legal("\n".join([*_broken(case), case.command]))
 
 
 def _broken(case: CaseReport) -> list[str]:

@@ -82,9 +82,29 @@ class CaseReport(_Part):
     measures: list[Measure] = []
 
     @property
+    def verdict(self) -> Literal["passed", "broken", "not judged", "skipped"]:
+        """What came out, in a word or two."""
+        if self.skipped is not None:
+            return "skipped"
+        if self.problem is not None:
+            return "not judged"
+        return "passed" if self.first_divergence is None else "broken"
+
+    @property
     def passed(self) -> bool:
         """Whether the case was judged and every measure keeps the rule."""
-        return self.problem is None and self.skipped is None and self.first_divergence is None
+        return self.verdict == "passed"
+
+    @property
+    def failed(self) -> bool:
+        """Whether the case was run and does not pass."""
+        return self.verdict in ("broken", "not judged")
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it does not pass, the first reason first."""
+        first = self.first_divergence
+        return list(dict.fromkeys(filter(None, (self.problem, self.skipped, first and first.words))))
 
 
 class Environment(_Part):

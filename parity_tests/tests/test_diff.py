@@ -19,9 +19,8 @@ def test_the_same_report_has_not_moved():
 
 def test_a_case_that_breaks_is_worse_and_one_that_is_mended_better():
     found = diff(report(case("a", 0.5), case("b", 3.0)), report(case("a", 4.0), case("b", 0.2)))
-    (worse,), (better,) = found.worse, found.better
-    assert (worse.case, worse.before, worse.after, worse.words) == ("a", "passed", "broken", "layers.0.q breaks")
-    assert (better.case, better.before, better.after, better.words) == ("b", "broken", "passed", "layers.0.q breaks")
+    assert found.worse == ["a: passed -> broken: layers.0.q breaks"]
+    assert found.better == ["b: broken -> passed: layers.0.q breaks"]
     assert found.got_worse
 
 
