@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from anchorline.errors import UserError
-from parity_tests.checking.adapter import Adapter, Resolved, attention, declare, merge, name_of, resolve
+from parity_tests.checking.adapter import Adapter, Resolved, attention, merge, name_of, resolve
 from parity_tests.checking.cases import DTYPES, LAYOUTS, CheckCase
 from parity_tests.checking.hints import find_hint
 from parity_tests.checking.judging import CaseResult, check_case, takes
 from parity_tests.checking.result import CheckResult, NotTheSame
 
-__all__ = ["Adapter", "CaseResult", "CheckCase", "CheckResult", "NotTheSame", "attention", "check_attention", "declare"]
+__all__ = ["Adapter", "CaseResult", "CheckCase", "CheckResult", "NotTheSame", "attention", "check_attention"]
 
 HEADS = ((4, 2), (4, 4), (4, 1))  # groups of 2, of 1, and multi-query
 # Each in one more case of a whole check, with heads of its own: many, groups of 3, the usual ones.
@@ -60,7 +60,7 @@ def check_attention(
     Raises UserError, one line: an option that does not exist, a function whose signature leaves something open.
     Whatever the function itself does wrong is in the result.
     """
-    how = resolve(fn, merge(declare(like=like), adapter))
+    how = resolve(fn, merge(Adapter(like=like), adapter))
     cases = make_cases(how, layouts=layouts, dtypes=dtypes, heads=heads, head_dim=head_dim, seed=seed)
     device = choose_device(how, device)
     results = []
@@ -70,7 +70,7 @@ def check_attention(
             progress(results[-1], number, len(cases))
 
     def right_in_layout(layout: str, case: CheckCase) -> bool:
-        other = resolve(fn, merge(declare(layout=layout), merge(adapter, how.adapter)))  # type: ignore[arg-type]
+        other = resolve(fn, merge(Adapter(layout=layout), merge(adapter, how.adapter)))  # type: ignore[arg-type]
         return check_case(fn, other, case, backward=False, device=device).passed
 
     return CheckResult(name_of(fn), how.adapter, tuple(results), find_hint(how.adapter, results, right_in_layout))

@@ -284,12 +284,12 @@ def check(
 
     Example: parity check mypackage.attention:my_varlen_attention --dtypes bfloat16
     """
-    from parity_tests.check import check_attention, declare
+    from parity_tests.check import Adapter, check_attention
     from parity_tests.checking.target import load_target
 
     with _interruptible():
         declared: Any = {"library": library, "layout": layout, "documents": documents, "like": like}
-        adapter = declare(**declared, lacks=lacks or ())
+        adapter = Adapter(**declared, lacks=lacks or ())
         pairs = None if heads is None else [_pair(text) for text in heads]
         fn = load_target(target)
         with _progress() as bar:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from parity_tests.check import Adapter, CheckCase, CheckResult, check_attention, declare, make_cases, merge, resolve
+from parity_tests.check import Adapter, CheckCase, CheckResult, check_attention, make_cases, merge, resolve
 from parity_tests.checking.judging import why_not_run
 
 
@@ -62,7 +62,7 @@ def attention_cases(
 
     Raises ValueError, one line, as `check_attention` does, for an ambiguous signature or an unknown option.
     """
-    how = resolve(fn, merge(declare(like=like), adapter))
+    how = resolve(fn, merge(Adapter(like=like), adapter))
     bound = {"backward": backward, "like": like, "device": device, "adapter": adapter}
     parameters = []
     for case in make_cases(how, **options):

@@ -8,7 +8,7 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -43,7 +43,7 @@ _MEANING = {name: meaning for meaning, names in _NAMES.items() for name in names
 _KINDS = ("document_ids", "plan", "mask", "block_mask", "cu_seqlens_q")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Adapter:
     """What a function takes and gives. None is read off the function (`resolve`).
 
@@ -56,6 +56,8 @@ class Adapter:
     like: whose roundings it is allowed in half precision: `flash` or `eager` (see jaxref/rounding.py).
     dtypes: dtypes it takes; None is all of them.
     lacks: names of `FEATURES` it does not support. Cases that need them are listed as not run.
+
+    Of `dtypes` and `lacks` a single name may stand for a collection of one. Raises UserError naming field and value.
     """
 
     library: Library | None = None
@@ -63,51 +65,33 @@ class Adapter:
     documents: Documents | None = None
     returns: Literal["out", "out_lse"] | None = None
     like: str | None = None
-    dtypes: tuple[str, ...] | None = None
-    lacks: frozenset[str] = frozenset()
+    dtypes: Any = None  # a tuple, when made
+    lacks: Any = ()  # a frozenset, when made
 
     def __post_init__(self) -> None:
+        dtypes, lacks = ((x,) if isinstance(x, str) else x for x in (self.dtypes, self.lacks))
+        object.__setattr__(self, "dtypes", None if dtypes is None else tuple(dtypes))
+        object.__setattr__(self, "lacks", frozenset(lacks or ()))
         for field, choices in (
             ("library", get_args(Library)),
             ("layout", get_args(Tensors)),
             ("documents", get_args(Documents)),
             ("returns", ("out", "out_lse")),
             ("like", LIKE),
+            ("dtypes", DTYPES),
+            ("lacks", FEATURES),
         ):
-            value = getattr(self, field)
-            if value is not None and value not in choices:
-                raise UserError(f"{field}: {value!r} is unknown; choose from {', '.join(choices)}")
-        for field, values, choices in (("dtypes", self.dtypes or (), DTYPES), ("lacks", self.lacks, FEATURES)):
-            for value in values:
-                if value not in choices:
+            said = getattr(self, field)
+            for value in said if isinstance(said, tuple | frozenset) else [said]:
+                if value is not None and value not in choices:
                     near = difflib.get_close_matches(value, choices, n=1)
-                    raise UserError(
-                        f"{field}: {value!r} is unknown; "
-                        + (f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(choices)}")
-                    )
-
-
-def declare(
-    *,
-    library: Library | None = None,
-    layout: Tensors | None = None,
-    documents: Documents | None = None,
-    returns: Literal["out", "out_lse"] | None = None,
-    like: str | None = None,
-    dtypes: Iterable[str] | str | None = None,
-    lacks: Iterable[str] | str = (),
-) -> Adapter:
-    """An `Adapter`; single names may stand for collections of one. Raises UserError naming field, value and choices."""
-    dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
-    lacks = (lacks,) if isinstance(lacks, str) else lacks
-    return Adapter(
-        library, layout, documents, returns, like, None if dtypes is None else tuple(dtypes), frozenset(lacks)
-    )
+                    more = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(choices)}"
+                    raise UserError(f"{field}: {value!r} is unknown; {more}")
 
 
 def attention(**declared: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator that declares how a function is called; takes the fields of `Adapter`. The function stays as it is."""
-    adapter = declare(**declared)
+    adapter = Adapter(**declared)
 
     def mark(fn: Callable[..., Any]) -> Callable[..., Any]:
         fn.parity_attention = adapter  # type: ignore[attr-defined]
@@ -120,7 +104,7 @@ def merge(first: Adapter | None, then: Adapter | None) -> Adapter:
     """What `first` says, and where it says nothing what `then` says; both may add to `lacks`."""
     first, then = first or Adapter(), then or Adapter()
     given = {name: value for name, value in vars(first).items() if value is not None}
-    return replace(then, **given | {"lacks": first.lacks | then.lacks})
+    return replace(then, **given | {"lacks": {*first.lacks, *then.lacks}})
 
 
 @dataclass(frozen=True)

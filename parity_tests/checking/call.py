@@ -34,6 +34,8 @@ class Unusable(Exception):  # noqa: N818, it is a finding and not our error
 class Torch:
     """The calls in torch."""
 
+    kind = torch.Tensor
+
     def __init__(self, device: str) -> None:
         self.device = device
 
@@ -44,32 +46,9 @@ class Torch:
             return torch.from_numpy(x.view(np.int16)).view(getattr(torch, x.dtype.name)).to(self.device)
         return torch.from_numpy(x).to(self.device)
 
-    def hand(self, x: Any, how: str, heads: int) -> Any:
-        """The same values, lying in memory as a layout's `handed` says. heads: the axis of the heads."""
-        if how == "sliced":  # what lies around it is NaN: whoever reads it is seen
-            shape = list(x.shape)
-            shape[heads] += 2
-            larger = torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)
-            larger.narrow(heads, 1, x.shape[heads]).copy_(x)
-            return larger.narrow(heads, 1, x.shape[heads])
-        if how == "transposed":
-            other = 3 - heads if x.dim() == 4 else 1 - heads
-            return x.transpose(heads, other).contiguous().transpose(heads, other)
-        if how == "expanded":
-            return x.narrow(heads, 0, 1).expand(x.shape)
-        return x
-
     def numpy(self, x: torch.Tensor) -> np.ndarray:
         """Back, bit for bit."""
         return to_numpy(x)
-
-    def is_array(self, x: Any) -> bool:
-        """Whether it is a tensor."""
-        return isinstance(x, torch.Tensor)
-
-    def dtype(self, x: torch.Tensor) -> str:
-        """The dtype's name."""
-        return str(x.dtype).removeprefix("torch.")
 
     def forward(self, call: Callable[..., Any], qkv: Sequence[torch.Tensor]) -> Any:
         """Call without gradients."""
@@ -101,24 +80,11 @@ class Torch:
             )
         return returned, pull
 
-    def extra(self, kind: str, case: CheckCase, plan: AttentionPlan) -> Any:
-        """The objects that only torch has: a plan, a BlockMask."""
-        plan = plan.to(self.device)
-        if kind == "plan":
-            return plan
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        ids_BT = plan.document_ids_BT
-        B, T = ids_BT.shape
-
-        def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            return visible_to(ids_BT[b, q], ids_BT[b, k], q, k)
-
-        return create_block_mask(rule, B, None, T, T, device=self.device)
-
 
 class Jax:
     """The calls in JAX. The oracle needs 64-bit JAX; the function is called with 32-bit defaults, as it is at home."""
+
+    kind = jax.Array
 
     def __init__(self, device: str) -> None:
         self.device = jax.devices("gpu" if device.startswith("cuda") else device)[0]
@@ -127,23 +93,11 @@ class Jax:
         """To the device."""
         return jax.device_put(x.astype(np.int32) if x.dtype == np.int64 else x, self.device)
 
-    def hand(self, x: Any, how: str, heads: int) -> Any:
-        """Arrays of JAX have no strides (`resolve` says so)."""
-        return x
-
     def numpy(self, x: jax.Array) -> np.ndarray:
         """Back, bit for bit."""
         if x.is_deleted():
             raise Unusable("gives its inputs away (donate_argnums): the caller's arrays are gone after the call")
         return np.asarray(x)
-
-    def is_array(self, x: Any) -> bool:
-        """Whether it is an array of JAX."""
-        return isinstance(x, jax.Array)
-
-    def dtype(self, x: jax.Array) -> str:
-        """The dtype's name."""
-        return str(x.dtype)
 
     def forward(self, call: Callable[..., Any], qkv: Sequence[jax.Array]) -> Any:
         """Call it."""
@@ -166,9 +120,33 @@ class Jax:
 
         return returned, pull
 
-    def extra(self, kind: str, case: CheckCase, plan: AttentionPlan) -> Any:
-        """JAX has none of them (`resolve` refuses)."""
-        raise AssertionError(kind)
+
+def _hand(x: Any, how: str, heads: int) -> Any:
+    """The same values, lying in memory as a layout's `handed` says. heads: the axis of the heads."""
+    if how == "sliced":  # what lies around it is NaN: whoever reads it is seen
+        shape = list(x.shape)
+        shape[heads] += 2
+        larger = torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)
+        larger.narrow(heads, 1, x.shape[heads]).copy_(x)
+        return larger.narrow(heads, 1, x.shape[heads])
+    if how == "transposed":
+        other = 3 - heads if x.dim() == 4 else 1 - heads
+        return x.transpose(heads, other).contiguous().transpose(heads, other)
+    if how == "expanded":
+        return x.narrow(heads, 0, 1).expand(x.shape)
+    return x
+
+
+def _block_mask(plan: AttentionPlan) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ids_BT = plan.document_ids_BT
+    B, T = ids_BT.shape
+
+    def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return visible_to(ids_BT[b, q], ids_BT[b, k], q, k)
+
+    return create_block_mask(rule, B, None, T, T, device=ids_BT.device)
 
 
 @dataclass(frozen=True)
@@ -179,6 +157,11 @@ class Candidate:
     how: Resolved
     case: CheckCase
     device: str
+
+    @property
+    def like(self) -> str:
+        """Whose roundings it is allowed."""
+        return self.how.adapter.like or "flash"
 
     @cached_property
     def library(self) -> Torch | Jax:
@@ -208,8 +191,9 @@ class Candidate:
             given["document_ids"] = self.library.array(case.document_ids_BT)
         elif adapter.documents == "mask":
             given["mask"] = self.library.array(visible_BQJ(case.document_ids_BT)[:, None])
-        elif adapter.documents in ("plan", "block_mask"):
-            given[adapter.documents] = self.library.extra(adapter.documents, case, self._plan)
+        elif adapter.documents in ("plan", "block_mask"):  # which torch alone has (`resolve` refuses)
+            plan = self._plan.to(self.device)
+            given[adapter.documents] = plan if adapter.documents == "plan" else _block_mask(plan)
         elif adapter.documents == "cu_seqlens":
             given |= {
                 "cu_seqlens_q": self.library.array(self._plan.cu_seqlens_q.numpy()),
@@ -231,7 +215,9 @@ class Candidate:
         """Refuse a call that changes what it is given."""
         parameters = self.how.signature.keywords
         given = {
-            f"its input {parameters.get(n, n)}": x for n, x in self._keywords.items() if self.library.is_array(x)
+            f"its input {parameters.get(n, n)}": x
+            for n, x in self._keywords.items()
+            if isinstance(x, self.library.kind)
         } | arrays
         before = {name: self.library.numpy(x).tobytes() for name, x in given.items()}
         yield
@@ -250,19 +236,16 @@ class Candidate:
             weight = self._cotangent(weight_BTHD)
             with self._unchanged(named | {"the output's gradient": weight}):
                 grads = self._guard("backward ", lambda: library_pull(weight))
-            results = {}
-            for i, (name, grad, x) in enumerate(zip(_NAMES, grads, arrays, strict=True)):
+            for name, grad, x in zip(_NAMES, grads, arrays, strict=True):
                 if grad.shape != x.shape:
                     raise Unusable(f"backward: d{name} has shape {list(grad.shape)}, {name} has {list(x.shape)}")
-                heads = (self.case.heads, self.case.kv_heads, self.case.kv_heads)[i]
-                results[f"d{name}"] = self._store(self.library.numpy(grad), i, heads)
-            return results
+            return self._named("qkv", grads)
 
         return self._read(returned), pull
 
     def _cotangent(self, weight_BTHD: np.ndarray) -> Any:
         weight, handed = self.library.array(self._lay_out(weight_BTHD, 0)), self.case.layout.handed
-        return self.library.hand(weight, handed, 2 if self.how.adapter.layout == "BTHD" else 1)
+        return _hand(weight, handed, 2 if self.how.adapter.layout == "BTHD" else 1)
 
     def some_gradients(self, which: str, *qkv: np.ndarray, weight_BTHD: np.ndarray, another: bool = False) -> Arrays:
         """The gradients of some of `qkv` where the rest has none, in torch only.
@@ -280,11 +263,11 @@ class Candidate:
             return torch.autograd.grad(out, [x for x in arrays if x.requires_grad], self._cotangent(weight_BTHD))
 
         grads = self._guard(f"with gradients of {which} alone, ", pull)
-        found: Arrays = {}
-        for name, grad in zip(which, grads, strict=True):
-            heads = self.case.heads if name == "q" else self.case.kv_heads
-            found[f"d{name}"] = self._store(self.library.numpy(grad), "qkv".index(name), heads)
-        return found
+        return self._named(which, grads)
+
+    def _named(self, which: str, grads: Sequence[Any]) -> Arrays:
+        pairs = zip(which, grads, strict=True)
+        return {f"d{name}": self._store(self.library.numpy(grad), "qkv".index(name)) for name, grad in pairs}
 
     def in_modes(self) -> Iterator[tuple[str, Callable[..., np.ndarray | None]]]:
         """Words and a call that gives `out`; None where the function cannot be called in that way at all."""
@@ -347,9 +330,7 @@ class Candidate:
         arrays = [self.library.array(self._lay_out(x, i)) for i, x in enumerate(qkv)]
         if handed == "usual":
             return arrays
-        return [
-            x if handed == "expanded" and i == 0 else self.library.hand(x, handed, heads) for i, x in enumerate(arrays)
-        ]
+        return [x if handed == "expanded" and i == 0 else _hand(x, handed, heads) for i, x in enumerate(arrays)]
 
     def _slices(self, *qkv: np.ndarray) -> list[Any]:
         """As a model with one product for q, k and v hands them over: in each token one behind the other."""
@@ -374,7 +355,7 @@ class Candidate:
             return x_BTHD.reshape(-1, *x_BTHD.shape[2:])[self._index(which)]
         return x_BTHD.swapaxes(1, 2) if self.how.adapter.layout == "BHTD" else x_BTHD
 
-    def _store(self, x: np.ndarray, which: int, heads: int) -> np.ndarray:
+    def _store(self, x: np.ndarray, which: int) -> np.ndarray:
         """The inverse, in float64: copies of a token are added up, tokens that were left out are 0."""
         x = x.astype(np.float64)
         if self.how.adapter.layout == "BHTD":
@@ -382,9 +363,9 @@ class Candidate:
         if self.how.adapter.layout == "BTHD":
             return x
         B, T = self.case.document_ids_BT.shape
-        stored = np.zeros((B * T, heads, self.case.head_dim))
+        stored = np.zeros((B * T, *x.shape[1:]))
         np.add.at(stored, self._index(which), x)
-        return stored.reshape(B, T, heads, self.case.head_dim)
+        return stored.reshape(B, T, *x.shape[1:])
 
     def _read(self, returned: Any) -> Arrays:
         """Check what came back, and store it as `out` [B, T, H, D] and `lse` [B, H, T], in float64."""
@@ -397,7 +378,7 @@ class Candidate:
                 lse = getattr(returned[1], "lse", returned[1])
         if self.how.adapter.returns == "out_lse" and lse is None:
             raise Unusable("returns no log-sum-exp, although it is declared to (returns='out_lse')")
-        if not self.library.is_array(out):
+        if not isinstance(out, self.library.kind):
             what = "None" if out is None else f"a {type(out).__module__}.{type(out).__name__}"
             raise Unusable(f"returns {what}; expected a {self.how.adapter.library} array")
         expected = self._lay_out(self.case.draw()[0], 0).shape
@@ -405,9 +386,9 @@ class Candidate:
             raise Unusable(
                 f"returns out of shape {list(out.shape)}; expected {list(expected)} ({self.how.adapter.layout})"
             )
-        if self.library.dtype(out) != self.case.dtype:
-            raise Unusable(f"returns out in {self.library.dtype(out)}; its inputs are {self.case.dtype}")
-        results = {"out": self._store(self.library.numpy(out), 0, self.case.heads)}
+        if (dtype := str(out.dtype).removeprefix("torch.")) != self.case.dtype:
+            raise Unusable(f"returns out in {dtype}; its inputs are {self.case.dtype}")
+        results = {"out": self._store(self.library.numpy(out), 0)}
         if lse is not None:
             results["lse"] = self._read_lse(lse)
         return results
@@ -418,8 +399,8 @@ class Candidate:
         H, N = self.case.heads, len(self._plan.q_index_N)
         varlen = self.how.adapter.layout == "varlen"
         shapes = ((H, N), (N, H)) if varlen else ((B, H, T), (B, T, H))
-        if not self.library.is_array(lse) or tuple(lse.shape) not in shapes:
-            what = list(lse.shape) if self.library.is_array(lse) else type(lse).__name__
+        if not isinstance(lse, self.library.kind) or tuple(lse.shape) not in shapes:
+            what = list(lse.shape) if isinstance(lse, self.library.kind) else type(lse).__name__
             raise Unusable(
                 f"returns {what} in second place; expected the log-sum-exp {list(shapes[0])}, or declare returns='out'"
             )

@@ -51,7 +51,8 @@ def check_case(fn: Callable[..., Any], how: Resolved, case: CheckCase, *, backwa
     missing = why_not_run(how, case)
     if missing:
         return CaseResult(case, not_run=missing)
-    candidate, like = Candidate(fn, how, case, device), how.adapter.like or "flash"
+    candidate = Candidate(fn, how, case, device)
+    like = candidate.like
     q, k, v, weight = case.draw()
     arrays: Arrays = {}
     remarks: list[str] = []
@@ -68,11 +69,15 @@ def check_case(fn: Callable[..., Any], how: Resolved, case: CheckCase, *, backwa
             arrays, pull = candidate.forward_and_pull(q, k, v)
             arrays |= pull(weight)
             _refuse_nan(case, arrays)
-        right = all(verdict.passed for verdict in _verdicts(case, arrays, like).values())
+        right = _wrong(case, arrays, like) is None
         if right and pull is not None:
-            problem = _other_without(case, without, arrays, like) or _gradients_alone(candidate, how)
+            changed = {n: x for n, x in without.items() if not np.array_equal(x, arrays[n], equal_nan=True)}
+            # What is asked for decides which kernel runs.
+            name = _wrong(case, changed, like)
+            problem = f"{name} is wrong without gradients, though right with them" if name else None
+            problem = problem or _gradients_alone(candidate)
         if right and repeatable and problem is None:
-            problem = _stale(candidate, fn, how) or _modes(candidate, how)
+            problem = _stale(candidate) or _modes(candidate)
         if repeatable and problem is None:
             problem = _influence(candidate)
         if problem is None and pull is not None:
@@ -86,6 +91,11 @@ def check_case(fn: Callable[..., Any], how: Resolved, case: CheckCase, *, backwa
     verdicts = _verdicts(case, arrays, like)
     failed = problem is not None or not all(verdict.passed for verdict in verdicts.values())
     return CaseResult(case, verdicts, isolated, problem, None, tuple(remarks), arrays if failed else {})
+
+
+def _wrong(case: CheckCase, arrays: Arrays, like: str) -> str | None:
+    """The first of some arrays that breaks the rule."""
+    return next((name for name, verdict in _verdicts(case, arrays, like).items() if not verdict.passed), None)
 
 
 def why_not_run(how: Resolved, case: CheckCase) -> str | None:
@@ -171,31 +181,25 @@ def _probes(case: CheckCase) -> Iterator[tuple[int, np.ndarray, np.ndarray, str]
                 yield row, queries_T, hidden_BT, f"the first half of {name} in row {row}"
 
 
-def _stale(candidate: Candidate, fn: Callable[..., Any], how: Resolved) -> str | None:
+def _stale(candidate: Candidate) -> str | None:
     """Call again with other documents, in the same tensors: what is kept of the earlier call must not count."""
     case = candidate.case
     other = replace(case, layout=other_documents(case.layout))
-    if other.document_ids_BT.tolist() == case.document_ids_BT.tolist() or how.adapter.documents == "none":
+    if other.document_ids_BT.tolist() == case.document_ids_BT.tolist() or candidate.how.adapter.documents == "none":
         return None
     if case.document_ids_BT.shape[1] > LONGEST_AGAIN or not other.layout.needs <= case.layout.needs:
         return None
-    fresh, again = (Candidate(fn, how, c, candidate.device) for c in (other, case))
+    fresh, again = (Candidate(candidate.fn, candidate.how, c, candidate.device) for c in (other, case))
     again.forward(*case.draw()[:3])
     again.refill(fresh)
     reused = replace(again, case=other)
     reused.__dict__["_keywords"] = again._keywords
-    truth, rounded = (
-        oracle(other, name)["out"] for name in ("exact", preset_name(how.adapter.like or "flash", case.dtype))
-    )
-    kept = "is wrong in a second call with other documents of the same shape: something of the first is kept"
     # The same tensors are used in two calls, one right after the other.
-    out_reused, out_fresh = (candidate.forward(*other.draw()[:3])["out"] for candidate in (reused, fresh))
-    for out, words in (
-        (out_fresh, f"is wrong where documents have other lengths ({_lengths(other)})"),
-        (out_reused, kept),
-    ):
-        if not judge_array("out", out, truth, rounded, how.adapter.like or "flash", case.dtype).passed:
-            return words
+    reused_out, fresh_out = (once.forward(*other.draw()[:3])["out"] for once in (reused, fresh))
+    if _wrong(other, {"out": fresh_out}, candidate.like):
+        return f"is wrong where documents have other lengths ({_lengths(other)})"
+    if _wrong(other, {"out": reused_out}, candidate.like):
+        return "is wrong in a second call with other documents of the same shape: something of the first is kept"
     return None
 
 
@@ -205,36 +209,26 @@ def _lengths(case: CheckCase) -> str:
     return "row 0 has " + ", ".join(f"{tokens} of {document}" for document, tokens in runs)
 
 
-def _modes(candidate: Candidate, how: Resolved) -> str | None:
+def _modes(candidate: Candidate) -> str | None:
     """Call under torch's inference mode and compiled: the same by the rule."""
     case = candidate.case
-    if how.adapter.library != "torch" or case.layout.name not in MODES_ON:
+    if candidate.how.adapter.library != "torch" or case.layout.name not in MODES_ON:
         return None
     q, k, v, _ = case.draw()
-    truth = oracle(case, "exact")["out"]
     for words, run in candidate.in_modes():
         out = run(q, k, v)
         # Autocast makes every product round: what transformers' eager attention is allowed.
-        like = "eager" if words == AUTOCAST else how.adapter.like or "flash"
-        rounded = oracle(case, preset_name(like, case.dtype))["out"]
-        if out is not None and not judge_array("out", out, truth, rounded, like, case.dtype).passed:
+        if out is not None and _wrong(case, {"out": out}, "eager" if words == AUTOCAST else candidate.like):
             return f"is wrong under {words}, though right without"
     return None
 
 
-def _other_without(case: CheckCase, without: Arrays, with_gradients: Arrays, like: str) -> str | None:
-    """Whether the forward pass is right with gradients alone: what is asked for decides which kernel runs."""
-    changed = {n: x for n, x in without.items() if not np.array_equal(x, with_gradients[n], equal_nan=True)}
-    wrong = [name for name, verdict in _verdicts(case, changed, like).items() if not verdict.passed]
-    return f"{wrong[0]} is wrong without gradients, though right with them" if wrong else None
-
-
-def _gradients_alone(candidate: Candidate, how: Resolved) -> str | None:
+def _gradients_alone(candidate: Candidate) -> str | None:
     """Ask for the gradient of q, of k and of v alone, as where the others' projections are frozen; and for all of them
     after another forward pass, as layers have it.
     """
     case = candidate.case
-    if how.adapter.library != "torch" or case.layout.name not in MODES_ON:
+    if candidate.how.adapter.library != "torch" or case.layout.name not in MODES_ON:
         return None
     q, k, v, weight = case.draw()
     alone = [candidate.some_gradients(name, q, k, v, weight_BTHD=weight) for name in "qkv"]
@@ -243,9 +237,8 @@ def _gradients_alone(candidate: Candidate, how: Resolved) -> str | None:
         *((each, "where nothing else has a gradient") for each in alone),
         (after, "where another forward pass comes before the backward pass: what it needs was overwritten"),
     ):
-        for name, verdict in _verdicts(case, grads, how.adapter.like or "flash").items():
-            if not verdict.passed:
-                return f"{name} is wrong {words}"
+        if name := _wrong(case, grads, candidate.like):
+            return f"{name} is wrong {words}"
     return None
 
 

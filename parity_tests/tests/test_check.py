@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity_tests.check import NotTheSame, attention, check_attention, declare, make_cases, resolve
+from parity_tests.check import Adapter, NotTheSame, attention, check_attention, make_cases, resolve
 from parity_tests.checking.cases import LAYOUTS
 from parity_tests.tests.attention_by_hand import ONE, Module, by_mask, causal, right, same, with_mask
 from torchtrain.attention import attend
@@ -56,10 +56,10 @@ RIGHT = {
     "document_ids, with lse": (right, None),
     "plan": (by_plan, None),
     "mask": (by_mask, None),
-    "v, k, q and a mask of another name": (by_position, declare(documents="mask")),
-    "jax": (in_jax, declare(library="jax")),
-    "module": (Module(), declare(library="torch")),
-    "partial": (functools.partial(right, scale=0.25), declare(library="torch")),
+    "v, k, q and a mask of another name": (by_position, Adapter(documents="mask")),
+    "jax": (in_jax, Adapter(library="jax")),
+    "module": (Module(), Adapter(library="torch")),
+    "partial": (functools.partial(right, scale=0.25), Adapter(library="torch")),
 }
 
 
@@ -222,7 +222,7 @@ OPEN = {
 def test_what_a_signature_leaves_open_is_asked_for_in_one_line(kind):
     fn, declared, says = OPEN[kind]
     with pytest.raises(ValueError, match=says) as error:
-        check_attention(fn, adapter=declare(**declared or {}), **ONE)
+        check_attention(fn, adapter=Adapter(**declared or {}), **ONE)
     assert "\n" not in str(error.value)
 
 

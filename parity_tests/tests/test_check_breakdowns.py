@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity_tests.check import NotTheSame, check_attention, declare
+from parity_tests.check import Adapter, NotTheSame, check_attention
 from parity_tests.tests.attention_by_hand import ONE, right, softmax_attention
 from torchtrain.attention import visible_BTT
 
@@ -77,7 +77,7 @@ BROKEN = {
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_function_that_breaks_down_is_judged_in_words(kind):
     fn, says = BROKEN[kind]
-    result = check_attention(fn, layouts=["intra", "padded_end"], adapter=declare(library="torch"), **ONE)
+    result = check_attention(fn, layouts=["intra", "padded_end"], adapter=Adapter(library="torch"), **ONE)
     assert result.verdict == "different"
     assert says in result.explain()
     with pytest.raises(NotTheSame, match="DIFFERENT"):
@@ -105,4 +105,4 @@ def test_another_layout_that_is_right_is_named():
 
     result = check_attention(heads_first, layouts=["intra"], **ONE)
     assert "it is right: declare layout='BHTD'" in str(result.hint)
-    assert check_attention(heads_first, layouts=["intra"], adapter=declare(layout="BHTD"), **ONE).passed
+    assert check_attention(heads_first, layouts=["intra"], adapter=Adapter(layout="BHTD"), **ONE).passed

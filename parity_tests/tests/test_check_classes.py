@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity_tests.check import attention, check_attention, declare
+from parity_tests.check import Adapter, attention, check_attention
 from parity_tests.tests.attention_by_hand import right, softmax_attention
 from torchtrain.attention import visible_BTT
 
@@ -244,7 +244,7 @@ def test_a_wrong_function_is_refused(kind, name):
     fn = CLASSES[kind][name]
     layouts = [LONG_LAYOUTS[name]] if kind == "long" else LAYOUTS_OF[kind]
     options = {
-        "adapter": declare(library="torch"),
+        "adapter": Adapter(library="torch"),
         "heads": [(4, 2)],
         "dtypes": ["bfloat16" if kind == "sizes" else "float32"],
         "layouts": layouts,

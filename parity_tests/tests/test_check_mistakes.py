@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity_tests.check import check_attention, declare
+from parity_tests.check import Adapter, check_attention
 from parity_tests.tests.attention_by_hand import (
     ONE,
     causal,
@@ -105,7 +105,7 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_function_is_named(kind):
     fn, layouts, says = WRONG[kind]
-    result = check_attention(fn, layouts=layouts, adapter=declare(library="torch"), **ONE)
+    result = check_attention(fn, layouts=layouts, adapter=Adapter(library="torch"), **ONE)
     assert result.verdict == "different"
     assert result.hint is not None, result.explain()
     assert says in result.hint, result.explain()
@@ -145,7 +145,7 @@ def right_but_for_dq(q, k, v, document_ids, scale):
 
 @pytest.mark.parametrize("wrong", [soft_capped, gross_lse, epsilon_in_denominator, right_but_for_dq])
 def test_what_nothing_explains_gets_no_hint(wrong):
-    result = check_attention(wrong, layouts=["intra"], adapter=declare(library="torch"), **ONE)
+    result = check_attention(wrong, layouts=["intra"], adapter=Adapter(library="torch"), **ONE)
     assert result.verdict == "different"
     assert result.hint is None, result.explain()
 
