@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from anchorline.command import INTERRUPTED, MISTAKE, Leave, make_app
-from anchorline.errors import print
+from anchorline.errors import UserError, one_line, print
 
 app = make_app(
     "parity",
@@ -55,25 +55,32 @@ def run(
       parity run model=smollm2 variant=anchor+interleave dtype=bfloat16
       parity run model=my/export against=my/original dtype=bfloat16
     """
-    from anchorline.errors import UserError
+    from parity_tests.gate.spec import Single, load_gate, load_single
 
+    if keys:
+        from torchtrain.config.reference import list_settings
+
+        print(*list_settings([Single]), sep="\n")
+        return
     first, *rest = given or [""]
-    with _interruptible():
-        from parity_tests.gate.spec import Single, load_gate, load_single
+    if "=" in first or not first:
+        if case is not None or workers > 1:
+            raise UserError(f"--{'workers' if case is None else 'case'}: needs a configuration")
+        gate = _gate_of_one(load_single([*filter(None, [first]), *rest]))
+    else:
+        gate = load_gate(first, rest)
+        out = OUT if out is None and case is None else out
+    from parity_tests.gate.run import run_gate, silence_transformers
 
-        if keys:
-            from torchtrain.config.reference import list_settings
-
-            print(*list_settings([Single]), sep="\n")
-            return
-        if "=" in first or not first:
-            if case is not None or workers > 1:
-                raise UserError(f"--{'workers' if case is None else 'case'}: needs a configuration")
-            gate = _gate_of_one(load_single([*filter(None, [first]), *rest]))
-        else:
-            gate = load_gate(first, rest)
-            out = OUT if out is None and case is None else out
-        report = _run(gate, out, case, workers)
+    silence_transformers()
+    command = shlex.join(["parity", *sys.argv[1:]])
+    try:
+        with _progress() as bar:
+            report = run_gate(gate, out, case, lambda one, n, of: bar(_line(one), n, of), command, workers)
+    except KeyboardInterrupt:
+        raise Leave(
+            "interrupted; with --out finished cases are kept, and the same command goes on", INTERRUPTED
+        ) from None
     _tell(report, out, format_)
 
 
@@ -121,7 +128,6 @@ def compare(
       parity compare new.safetensors --against old.safetensors
       parity compare --logprobs sampler.jsonl --truth fp64.jsonl --reference trainer.jsonl
     """
-    from anchorline.errors import UserError
     from anchorline.tolerance import UNIT_ROUNDOFF
 
     given: Any = {}
@@ -134,43 +140,38 @@ def compare(
         raise UserError("give --truth, with --reference if you have one; or --against alone")
     if dtype not in (None, *UNIT_ROUNDOFF):
         raise UserError(f"--dtype {dtype}: unknown; choose from {', '.join(UNIT_ROUNDOFF)}")
-    with _interruptible():
-        from parity_tests.comparing.compare import compare, verdict
-        from parity_tests.comparing.dumps import open_dump
-        from parity_tests.comparing.judging import Rule
-        from parity_tests.comparing.logprobs import describe, open_logprobs
-        from parity_tests.comparing.names import load_names, recognise, rename
+    from parity_tests.comparing.compare import compare, verdict
+    from parity_tests.comparing.dumps import open_dump
+    from parity_tests.comparing.judging import Rule
+    from parity_tests.comparing.logprobs import describe, open_logprobs
+    from parity_tests.comparing.names import load_names, recognise, rename
 
-        if out is not None:
-            from parity_tests.report.write import make_folder, write
+    if out is not None:
+        from parity_tests.report.write import make_folder, write
 
-            make_folder(out)
+        make_folder(out)
 
-        def read(path: Path | None, called: str | None) -> Any:
-            if path is None:
-                return None
-            if logprobs:
-                return open_logprobs(path)
-            dump = open_dump(path, order, config)
-            if called == "auto":
-                called = recognise(dump)
-                print(f"names of {path}: {f'by the map {called}' if called else 'as they are'}")
-            return dump if called in (None, "none") else rename(dump, load_names(called))
+    def read(path: Path | None, called: str | None) -> Any:
+        if path is None:
+            return None
+        if logprobs:
+            return open_logprobs(path)
+        dump = open_dump(path, order, config)
+        if called == "auto":
+            called = recognise(dump)
+            print(f"names of {path}: {f'by the map {called}' if called else 'as they are'}")
+        return dump if called in (None, "none") else rename(dump, load_names(called))
 
-        first, second, third, fourth = (
-            read(*given)
-            for given in zip(
-                (candidate, truth, reference, against), (names, truth_names, truth_names, truth_names), strict=True
-            )
+    first = read(candidate, names)
+    second, third, fourth = (read(path, truth_names) for path in (truth, reference, against))
+    dtype = dtype or ("float32" if logprobs else None)
+    rule = Rule(given, dtype, operations, "difference" if against else "reference" if reference else "floor")
+    with _progress() as bar:
+        report = compare(
+            first, second, third, fourth, rule, only or (), lambda _, number, total: bar(None, number, total)
         )
-        dtype = dtype or ("float32" if logprobs else None)
-        rule = Rule(given, dtype, operations, "difference" if against else "reference" if reference else "floor")
-        with _progress() as bar:
-            report = compare(
-                first, second, third, fourth, rule, only or (), lambda _, number, total: bar(None, number, total)
-            )
-        if out is not None:
-            write(report, out)
+    if out is not None:
+        write(report, out)
     passed, said = verdict(report, rule.kind)
     numbers = describe(first, second or fourth) if logprobs else []
     print(said, *report.cases[0].notes, *numbers, sep="\n  ")
@@ -197,29 +198,23 @@ def record(
 
     Example: parity record mine.py:make --out bf16.safetensors --names 'model.layers.*'
     """
-    with _interruptible():
-        from anchorline.errors import UserError, one_line
-        from parity_tests.checking.target import load_target
-        from parity_tests.comparing.dumps import open_dump
+    from parity_tests.checking.target import load_target
+    from parity_tests.comparing.dumps import open_dump
 
-        make = load_target(target)
-        try:
-            found = make()
-            if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-                raise UserError(f"target {target!r}: returns {type(found).__name__}; return (model, {{name: input}})")
-            _record(*found, out, names or "*", backward)
-        except UserError:
-            raise
-        except Exception as error:  # in code that is not ours
-            raise UserError(
-                f"target {target!r}: running it raises {type(error).__name__}: {one_line(error)}"
-            ) from error
+    make = load_target(target)
+    try:
+        found = make()
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+            raise UserError(f"target {target!r}: returns {type(found).__name__}; return (model, {{name: input}})")
+        _record(*found, out, names or "*", backward)
+    except UserError:
+        raise
+    except Exception as error:  # in code that is not ours
+        raise UserError(f"target {target!r}: running it raises {type(error).__name__}: {one_line(error)}") from error
     print(f"{out}: {len(open_dump(out).arrays)} arrays")
 
 
 def _record(model: Any, inputs: dict[str, Any], out: Path, names: Any, backward: bool) -> None:
-    from anchorline.errors import UserError
-
     if hasattr(model, "named_modules"):
         from parity_tests.record import record
 
@@ -257,8 +252,7 @@ def diff(
     from parity_tests.report.diff import diff as compare_reports
     from parity_tests.report.schema import read_report
 
-    with _interruptible():
-        found = compare_reports(read_report(a), read_report(b), gone or ())
+    found = compare_reports(read_report(a), read_report(b), gone or ())
     print(found.explain())
     if found.got_worse:
         raise typer.Exit(1)
@@ -287,24 +281,23 @@ def check(
     from parity_tests.check import Adapter, check_attention
     from parity_tests.checking.target import load_target
 
-    with _interruptible():
-        declared: Any = {"library": library, "layout": layout, "documents": documents, "like": like}
-        adapter = Adapter(**declared, lacks=lacks or ())
-        pairs = None if heads is None else [_pair(text) for text in heads]
-        fn = load_target(target)
-        with _progress() as bar:
-            result = check_attention(
-                fn,
-                layouts=layouts,
-                dtypes=dtypes,
-                heads=pairs,
-                head_dim=head_dim,
-                backward=backward,
-                device=device,
-                adapter=adapter,
-                seed=seed,
-                progress=lambda _, number, total: bar(None, number, total),
-            )
+    declared: Any = {"library": library, "layout": layout, "documents": documents, "like": like}
+    adapter = Adapter(**declared, lacks=lacks or ())
+    pairs = None if heads is None else [_pair(text) for text in heads]
+    fn = load_target(target)
+    with _progress() as bar:
+        result = check_attention(
+            fn,
+            layouts=layouts,
+            dtypes=dtypes,
+            heads=pairs,
+            head_dim=head_dim,
+            backward=backward,
+            device=device,
+            adapter=adapter,
+            seed=seed,
+            progress=lambda _, number, total: bar(None, number, total),
+        )
     _show(result.table())
     print(result.explain())
     if result.verdict != "same":
@@ -312,8 +305,6 @@ def check(
 
 
 def _pair(text: str) -> tuple[int, int]:
-    from anchorline.errors import UserError
-
     head, slash, kv = text.partition("/")
     if not (slash and head.isdecimal() and kv.isdecimal()):
         raise UserError(f"heads: {text!r}; give query heads / key-value heads, as in 4/2")
@@ -341,15 +332,14 @@ def zoo(
         for bug in discover().values():
             print(f"{bug.name} ({bug.stage}): {bug.what}. {bug.where}")
         return
-    with _interruptible():
-        from parity_tests.gate.run import silence_transformers
-        from parity_tests.gate.spec import load_gate
-        from parity_tests.zoo.run import run_zoo, show
+    from parity_tests.gate.run import silence_transformers
+    from parity_tests.gate.spec import load_gate
+    from parity_tests.zoo.run import run_zoo, show
 
-        silence_transformers()
-        gate = load_gate(config)
-        with _progress() as bar:
-            report = run_zoo(gate, bugs, bar)
+    silence_transformers()
+    gate = load_gate(config)
+    with _progress() as bar:
+        report = run_zoo(gate, bugs, bar)
     _show(show(report))
     if not report.passed:
         raise typer.Exit(1)
@@ -360,7 +350,6 @@ def _gate_of_one(given: Any) -> Any:
     import torch
     from pydantic import ValidationError
 
-    from anchorline.errors import UserError
     from anchorline.settings import explain
     from parity_tests.gate.candidate import device, is_capped, why_not_here
     from parity_tests.gate.spec import CaseSpec, Gate
@@ -389,15 +378,6 @@ def _gate_of_one(given: Any) -> Any:
         return Gate(title=model if against is None else f"{model} against {against}", cases=specs)
     except ValidationError as error:
         raise UserError(explain(Gate, error)) from None
-
-
-def _run(gate: Any, out: Path | None, case: str | None, workers: int) -> Any:
-    from parity_tests.gate.run import run_gate, silence_transformers
-
-    silence_transformers()
-    command = shlex.join(["parity", *sys.argv[1:]])
-    with _progress() as bar:
-        return run_gate(gate, out, case, lambda done, number, total: bar(_line(done), number, total), command, workers)
 
 
 def _line(case: Any) -> str:
@@ -482,17 +462,6 @@ def _progress() -> Iterator[Any]:
             progress.update(task, completed=done, total=total)
 
         yield advance
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Say of an interruption what is kept."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Leave(
-            "interrupted; with --out finished cases are kept, and the same command goes on", INTERRUPTED
-        ) from None
 
 
 def main() -> None:
