@@ -2,6 +2,7 @@
 
 import builtins
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ def quoted_reason(error: object) -> str:
     """Return the message of a library's error on one line, cut where it is long."""
     reason = one_line(error) or type(error).__name__
     return reason if len(reason) <= _MOST_OF_A_REASON else f"{reason[: _MOST_OF_A_REASON - 3]}..."
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """`a, b, c and 4 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def one_line(message: object) -> str:

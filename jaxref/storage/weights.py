@@ -18,14 +18,13 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.errors import UserError, some, quoted, quoted_reason
 from anchorline.files import build_folder, read_json, write_file
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder, name_leaves, to_arrays
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SAFETENSORS_DTYPES = ("F64", "F32", "BF16", "F16")
-SHOWN = 5  # names an error lists before it counts the rest
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -137,8 +136,7 @@ def _check(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> None
         ("unexpected", [name for name in shapes if name not in wanted]),
     ):
         if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            raise UserError(f"weights: {problem} {', '.join(sorted(names)[:SHOWN])}{more}")
+            raise UserError(f"weights: {problem} {some(sorted(names), 5)}")
     for name, shape in wanted.items():
         if tuple(shapes[name]) != shape:
             raise UserError(f"{name}: shape {tuple(shapes[name])} is not the {shape} of the config")

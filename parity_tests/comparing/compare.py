@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from anchorline.environment import git_state, processor, usable_cores, versions
-from anchorline.errors import UserError
+from anchorline.errors import UserError, some
 from parity_tests.comparing.dumps import Array, Dump
 from parity_tests.comparing.hints import explain, know
 from parity_tests.comparing.judging import SHOWN, Found, Rule, Sides, choose, measure_all
 from parity_tests.mistakes.words import sentence, where
+from parity_tests.report.measure import join_problems
 from parity_tests.report.names import group_of
 from parity_tests.report.schema import CaseReport, Divergence, Environment, Report
 
@@ -100,7 +101,7 @@ def _pair(
         ("the reference lacks", [name for name in shared if reference and name not in reference.arrays]),
     ):
         if missing := [name for name in missing if name not in apart]:
-            problems.append(f"{words} {_first(missing)}")
+            problems.append(f"{words} {some(missing)}")
     pairs: dict[str, Sides] = {}
     for name in shared:
         if reference is not None and name not in reference.arrays:
@@ -116,7 +117,7 @@ def _pair(
         for rank, array in enumerate(mine):
             assert array is not None
             pairs[f"{name} [rank {rank}]" if len(mine) > 1 else name] = (array, true, other[min(rank, len(other) - 1)])
-    notes = [f"not compared: {len(apart)} names that the engines do not share ({_first(apart)})"] if apart else []
+    notes = [f"not compared: {len(apart)} names that the engines do not share ({some(apart)})"] if apart else []
     return pairs, problems, notes
 
 
@@ -133,11 +134,6 @@ def _not_shared(candidate: Dump, truth: Dump, only: Sequence[str]) -> list[str]:
             unknown = [all(unknown) and group_of(bare) == "forward" and not bare.startswith("inputs.")]
         found += [name] if any(unknown) else []
     return found
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _joined(ranks: Sequence[Array], shape: tuple[int, ...]) -> list[Array]:
@@ -193,9 +189,8 @@ def _conclude(
             f"in {len(finer)} arrays ({finer[0].name}, ...) the truth has no finer dtype than the candidate: small "
             "mistakes there may pass"
         )
-    more = f"; and {len(problems) - SHOWN} more such" if len(problems) > SHOWN else ""
     return {
-        "problem": "; ".join(problems[:SHOWN]) + more if problems else None,
+        "problem": join_problems(problems),
         "first_divergence": divergence, "measures": measures, "notes": notes,
     }  # fmt: skip
 

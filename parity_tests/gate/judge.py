@@ -21,12 +21,10 @@ from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import Oracle, OracleArrays, preset_of
 from parity_tests.gate.words import describe
 from parity_tests.oracle import Arrays, first_step
+from parity_tests.report.measure import join_problems, where_not_finite
 from parity_tests.report.measure import measure as measure_of
-from parity_tests.report.measure import where_not_finite
 from parity_tests.report.names import group_of, layer_and_tap
 from parity_tests.report.schema import CaseReport, Divergence, Measure
-
-SHOWN = 3  # names that a sentence lists before it counts the rest
 
 
 def run_case(spec: CaseSpec, oracle: Oracle) -> CaseReport:
@@ -114,11 +112,10 @@ def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseR
             words = Divergence(name=name, ratio=measure.ratio, words=text)
     unknown = sorted(name for name in compared if group_of(name) in case.spec.stages)
     problems += [f"the candidate returns {name}, which the oracle does not have" for name in unknown]
-    more = f"; and {len(problems) - SHOWN} more such" if len(problems) > SHOWN else ""
     return empty_report(case.spec).model_copy(
         update={
             "seconds": time.perf_counter() - started,
-            "problem": "; ".join(problems[:SHOWN]) + more if problems else None,
+            "problem": join_problems(problems),
             "first_divergence": words,
             "measures": measures,
         }

@@ -5,12 +5,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, some
 from jaxref.model import to_arrays
 from jaxref.storage.weights import cast, load_hf
 from parity_tests.gate.case import TINY, find_folder
 
-SHOWN = 3
 _COARSEST = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -29,7 +28,7 @@ def check_same_weights(model: str, against: str, dtype: str) -> None:
     arrays_x, arrays_y = _arrays(model), _arrays(against)
     for one, other, where in ((arrays_x, arrays_y, against), (arrays_y, arrays_x, model)):
         if missing := sorted(set(one) - set(other)):
-            raise UserError(f"--against {against}: {_some(missing)} not in {where}; these are two models")
+            raise UserError(f"--against {against}: {some(missing)} not in {where}; these are two models")
     stored = {str(x.dtype) for arrays in (arrays_x, arrays_y) for x in arrays.values()}
     if stored >= {"float16", "bfloat16"}:
         raise UserError(
@@ -43,7 +42,7 @@ def check_same_weights(model: str, against: str, dtype: str) -> None:
     if different:
         raise UserError(
             f"--against {against}: {len(different)} of {len(arrays_x)} tensors hold other weights than {model}: "
-            f"{_some(different)}; only models of the same weights can be held against each other"
+            f"{some(different)}; only models of the same weights can be held against each other"
         )
 
 
@@ -59,7 +58,3 @@ def _same(x: jnp.ndarray, y: jnp.ndarray) -> bool:
     coarser = min(str(x.dtype), str(y.dtype), key=_COARSEST.index)
     x, y = cast((x, y), coarser)  # type: ignore[arg-type]
     return x.shape == y.shape and np.array_equal(np.asarray(x), np.asarray(y))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

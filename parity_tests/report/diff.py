@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from anchorline.errors import some
 from parity_tests.report.schema import Report
 
 # A ratio counts as moved if it has changed by this factor; reruns of one computation do not move at all.
@@ -41,8 +42,7 @@ class Diff:
         if len(self.moved) > SHOWN:
             lines.append(f"moved by {FACTOR} times or more: {len(self.moved) - SHOWN} others")
         for title, names in (("gone", self.gone), ("new", self.only_b)):
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            lines += [f"{title}: {', '.join(names[:SHOWN])}{more}"] if names else []
+            lines += [f"{title}: {some(names, SHOWN)}"] if names else []
         lines += [f"differs: {line}" for line in self.settings]
         counts = [f"{self.same} with the same verdict", f"{len(self.better)} better", f"{len(self.worse)} worse"]
         counts += [f"{len(self.gone)} gone"] * bool(self.gone) + ["nothing was judged in both"] * (not self.judged)

@@ -5,6 +5,7 @@
 Legend: B batch · T tokens of a row.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -88,3 +89,9 @@ def where_not_finite(candidate: np.ndarray, truth: np.ndarray) -> str | None:
     first = np.unravel_index(int(wrong.argmax()), wrong.shape)
     what = "NaN" if np.isnan(candidate[first]) else "infinite"
     return f"{what} at {[int(i) for i in first]}, {int(wrong.sum())} of {wrong.size} elements"
+
+
+def join_problems(problems: Sequence[str]) -> str | None:
+    """What kept arrays from being judged, in a line; None where nothing did."""
+    more = f"; and {len(problems) - 3} more such" if len(problems) > 3 else ""
+    return "; ".join(problems[:3]) + more if problems else None
