@@ -18,7 +18,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from anchorline.errors import UserError, some, quoted, quoted_reason
+from anchorline.errors import UserError, quoted, quoted_reason, some
 from anchorline.files import build_folder, read_json, write_file
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder, name_leaves, to_arrays
