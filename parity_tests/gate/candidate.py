@@ -5,7 +5,7 @@ Each call builds everything again, from the packer to the optimizer. So a patch 
 Legend: B batch · T tokens of a row.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -53,6 +53,7 @@ from torchtrain.training.step import StepResult, accumulate, step_batches, take_
 from torchtrain.training.strategy import Replicated, make_strategy
 
 DOMAINS = ["text"]
+INPUTS = ("input_ids", "position_ids", "document_ids")  # of a forward pass
 
 Arrays = dict[str, np.ndarray]
 
@@ -95,12 +96,11 @@ def candidate_side(case: GateCase) -> Arrays:
     stages, arrays = set(case.spec.stages), {}
     if "forward" in stages:
         batch = stack_rows(packed.rows)
-        names = ("input_ids", "position_ids", "document_ids")
-        arrays |= {f"inputs.{name}": batch[name].numpy().copy() for name in names}
+        arrays |= {f"inputs.{name}": batch[name].numpy().copy() for name in INPUTS}
         plan = make_plan(batch["document_ids"])
         counts = plan.live_pairs, plan.max_seqlen_q, plan.max_seqlen_k, len(plan.seqlens_q)
         arrays["forward.counts"] = np.array(counts)
-        arrays |= _taps(_build(case).eval(), {name: batch[name].to(device()) for name in names})
+        arrays |= _taps(_build(case), packed.rows)
     if "loss" in stages:
         names = ["shift_labels", *["weights"] * case.spec.weights]
         arrays |= {f"inputs.{name}": np.stack([row[name] for row in packed.rows]) for name in names}
@@ -121,16 +121,16 @@ def _exported_taps(case: GateCase, folder: str) -> Arrays:
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", attn_implementation=engine, trust_remote_code=False
     )
-    rows = [pack(row, case.spec) for row in draw_corpus(case.spec).held_out_rows()]
-    batch = stack_rows(rows)
-    names = ("input_ids", "position_ids", "document_ids")
-    return _taps(model.to(device()).eval(), {name: batch[name].to(device()) for name in names})
+    return _taps(model.to(device()), [pack(row, case.spec) for row in draw_corpus(case.spec).held_out_rows()])
 
 
-def _taps(model: Any, inputs: dict[str, Tensor]) -> Arrays:
+def _taps(model: Any, rows: Sequence[dict[str, np.ndarray]]) -> Arrays:
     """The taps of a model that has seen other documents in the same tensor: its plan has to follow."""
+    batch = stack_rows(rows)
+    inputs = {name: batch[name].to(device()) for name in INPUTS}
     ids_BT = inputs["document_ids"]
     right_BT = ids_BT.clone()
+    model.eval()
     with torch.no_grad():
         model(**inputs | {"document_ids": ids_BT.clamp_(max=1)}, use_cache=False)
     ids_BT.copy_(right_BT)
@@ -242,22 +242,19 @@ def pack(row: RowTokens, spec: CaseSpec) -> dict[str, np.ndarray]:
 
 def _build(case: GateCase) -> Any:
     """The model, extended and loaded as the trainer does it, in training mode."""
-    model = _make(case.spec, case.folder)
+    spec = case.spec
+    if case.folder is not None:
+        model = _load(case.folder, spec)
+    else:
+        model = _draw(_extend(_extended_before(spec), spec), spec, getattr(torch, spec.dtype))
+        if spec.model == "loaded":
+            with TemporaryDirectory() as written:
+                model.save_pretrained(written)
+                model = _load(written, spec)
+        elif spec.rotation == "float32":
+            rotate_in_float32(model)
     for module in model.modules():  # as `attach` does
-        setattr(module, KEEPS_ANCHOR, case.spec.beyond_window == "anchor")
-    return model
-
-
-def _make(spec: CaseSpec, folder: str | None) -> Any:
-    if folder is not None:
-        return _load(folder, spec)
-    model = _draw(_extend(_extended_before(spec), spec), spec, getattr(torch, spec.dtype))
-    if spec.model == "loaded":
-        with TemporaryDirectory() as written:
-            model.save_pretrained(written)
-            return _load(written, spec)
-    if spec.rotation == "float32":
-        rotate_in_float32(model)
+        setattr(module, KEEPS_ANCHOR, spec.beyond_window == "anchor")
     return model.to(device()).train()
 
 

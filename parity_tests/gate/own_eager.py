@@ -25,7 +25,7 @@ from jaxref.frequencies import inverse_frequencies
 from jaxref.mask import PADDING
 from jaxref.rope_spec import RopeSpec
 from parity_tests.families import logits_and_gradients
-from parity_tests.gate.candidate import device, pack
+from parity_tests.gate.candidate import INPUTS, device, pack
 from parity_tests.gate.case import GateCase, draw_rows
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import OracleArrays
@@ -76,7 +76,7 @@ def own_eager_sides(case: GateCase) -> tuple[Arrays, OracleArrays]:
     batch = {
         name: x.to(device()) for name, x in stack_rows([pack(row, spec) for row in draw_rows(spec, folder)]).items()
     }
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "document_ids")}
+    inputs = {name: batch[name] for name in INPUTS}
     run = {"backward": "gradients" in spec.stages, "hidden": True}
     ours = model.config._attn_implementation
     with patch.object(functional, "softmax", _softmax_as_wide_as_its_input):

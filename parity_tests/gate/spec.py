@@ -25,19 +25,8 @@ from anchorline.errors import UserError
 from parity_tests.report.schema import Group
 from torchtrain.config import Engine, PackConfig
 
-Rope = Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Schedule = Literal["constant", "linear", "cosine", "wsd"]
-RopeParameters = Literal["usual", "all"]
-RopeBefore = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
-Rotation = Literal["model", "float32"]
-Padding = Literal["end", "inside"]
-BeyondWindow = Literal["nothing", "anchor"]
-
 Tokens = Annotated[int, Field(ge=32, le=2**24)]
-Offset = Annotated[int, Field(ge=0, le=2**24)]
-Documents = Annotated[int, Field(ge=2, le=10_000)]
-AnchorTokens = Annotated[int, Field(ge=0, le=16)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 STAGES: tuple[Group, ...] = get_args(Group)
@@ -61,27 +50,37 @@ class CaseSpec(_Strict):
         "scaled, partial (tiny, random); smollm2; a folder; or a hub id",
     )
     variant: str = Field(default="anchor", description="full, intra, intra_reset, anchor; with +tag, +interleave")
-    rope: Rope = Field(default="keep", description="keep is the model's own")
-    rope_parameters: RopeParameters = Field(
+    rope: Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = Field(
+        default="keep", description="keep is the model's own"
+    )
+    rope_parameters: Literal["usual", "all"] = Field(
         default="usual", description="all: theta and every parameter of the type away from its default"
     )
-    rope_before: RopeBefore = Field(default="default", description="by which the model was extended once before")
+    rope_before: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = Field(
+        default="default", description="by which the model was extended once before"
+    )
     engine: Engine = Field(default="sdpa", description="the attention engine that is judged")
     dtype: Dtype = Field(default="float32", description="of weights and activations")
-    rotation: Rotation = Field(default="model", description="float32: RoPE rotates q and k in it (model.rotation)")
+    rotation: Literal["model", "float32"] = Field(
+        default="model", description="float32: RoPE rotates q and k in it (model.rotation)"
+    )
     tokens: Tokens = Field(default=53, description="of a row; a multiple of no block by default")
-    position_offset: Offset = Field(default=0, description="added to every position")
-    schedule: Schedule = Field(default="constant", description="of the learning rate in step and trajectory")
+    position_offset: int = Field(default=0, ge=0, le=2**24, description="added to every position")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="constant", description="of the learning rate in step and trajectory"
+    )
     warmup_steps: int = Field(default=0, ge=0, le=STEPS, description=f"of the {STEPS} steps of a trajectory")
     infinite_step: int = Field(default=0, ge=0, le=STEPS, description="whose gradient is infinite, from 1; 0: none")
     ranks: int = Field(default=1, ge=1, le=8, description="that share a step, each with rows of its own")
     repeats: int = Field(default=1, ge=1, le=1024, description="how often a step takes the rows; a power of two")
-    documents: Documents = Field(default=5, description="of a row; the second has one less, and padding")
-    anchor_tokens: AnchorTokens = Field(default=2, description="that open a row")
-    padding: Padding = Field(default="end", description="inside: between and within documents of each row, too")
+    documents: int = Field(default=5, ge=2, le=10_000, description="of a row; the second has one less, and padding")
+    anchor_tokens: int = Field(default=2, ge=0, le=16, description="that open a row")
+    padding: Literal["end", "inside"] = Field(
+        default="end", description="inside: between and within documents of each row, too"
+    )
     answers: bool = Field(default=False, description="some tokens are no targets, as in conversations")
     weights: bool = Field(default=False, description="targets weigh by their effective context")
-    beyond_window: BeyondWindow = Field(
+    beyond_window: Literal["nothing", "anchor"] = Field(
         default="nothing", description="what layers with a sliding window see beyond it"
     )
     seed: Seed = Field(default=0, description="of random weights, tokens and the interleaving")
