@@ -22,7 +22,7 @@ from torchtrain.training.schedule import learning_rate
 from torchtrain.training.strategy import Replicated
 
 Context = AbstractContextManager[Any]
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Around = Callable[..., Any]  # takes the function that it replaces before its arguments
 
 # Family -> the prefix of its classes.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -49,25 +49,20 @@ def swap(function: Callable[..., Any], replacement: Callable[..., Any]) -> Itera
         yield
 
 
-def wrap(function: Callable[..., Any], make: Wrap) -> Context:
-    """`swap` with what `make` builds around the function."""
-    return swap(function, make(function))
-
-
-def around(function: Callable[..., Any], replacement: Callable[..., Any]) -> Context:
+def around(function: Callable[..., Any], replacement: Around) -> Context:
     """`swap` with a function that takes the one that it replaces before its arguments."""
     return swap(function, partial(replacement, function))
 
 
-def method(owner: Any, name: str, replacement: Callable[..., Any]) -> Context:
+def method(owner: Any, name: str, replacement: Around) -> Context:
     """Replace a method of a class by a function that takes the one that it replaces before its arguments."""
     original = getattr(owner, name)
     return patch.object(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))
 
 
 @contextmanager
-def in_every_family(class_name: str, method: str, make: Wrap) -> Iterator[None]:
-    """Wrap a method of a class that every family has its own of: `RMSNorm`, `MLP`, `RotaryEmbedding`, ...
+def in_every_family(class_name: str, name: str, replacement: Around) -> Iterator[None]:
+    """Replace a method of a class that every family has its own of: `RMSNorm`, `MLP`, `RotaryEmbedding`, ...
 
     Llama's stands in where a family borrows it.
     """
@@ -75,8 +70,8 @@ def in_every_family(class_name: str, method: str, make: Wrap) -> Iterator[None]:
         for family, prefix in FAMILIES.items():
             modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
             cls = getattr(modeling, f"{prefix}{class_name}", None)
-            if cls is not None and method in vars(cls):
-                stack.enter_context(patch.object(cls, method, make(getattr(cls, method))))
+            if cls is not None and name in vars(cls):
+                stack.enter_context(method(cls, name, replacement))
         yield
 
 
@@ -93,16 +88,13 @@ def rotation(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
 def tables(make: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Context:
     """Replace what makes cos and sin by `make(rotary, position_ids_BT, inv_freq_C)`, each [B, T, 2 C] float32."""
 
-    def build(original: Callable[..., Any]) -> Callable[..., Any]:
-        @torch.no_grad()
-        def forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-            original(self, x, position_ids)  # `dynamic` and `longrope` choose their frequencies as they go
-            cos, sin = make(self, position_ids, self.inv_freq.float())
-            return (cos * self.attention_scaling).to(x.dtype), (sin * self.attention_scaling).to(x.dtype)
+    @torch.no_grad()
+    def forward(original: Any, self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        original(self, x, position_ids)  # `dynamic` and `longrope` choose their frequencies as they go
+        cos, sin = make(self, position_ids, self.inv_freq.float())
+        return (cos * self.attention_scaling).to(x.dtype), (sin * self.attention_scaling).to(x.dtype)
 
-        return forward
-
-    return in_every_family("RotaryEmbedding", "forward", build)
+    return in_every_family("RotaryEmbedding", "forward", forward)
 
 
 def frequencies(change: Callable[[Any, Tensor], Tensor]) -> Context:
@@ -119,14 +111,11 @@ def frequencies(change: Callable[[Any, Tensor], Tensor]) -> Context:
 def positions(change: Callable[[Tensor, Tensor], Tensor]) -> Context:
     """Give the decoder `change(position_ids_BT, document_ids_BT)` for its positions."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            changed = change(kwargs["position_ids"], kwargs["document_ids"])
-            return original(self, *args, **kwargs | {"position_ids": changed})
+    def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        changed = change(kwargs["position_ids"], kwargs["document_ids"])
+        return original(self, *args, **kwargs | {"position_ids": changed})
 
-        return forward
-
-    return in_every_family("Model", "forward", make)
+    return in_every_family("Model", "forward", forward)
 
 
 @contextmanager
@@ -144,9 +133,9 @@ def documents(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         yield
 
 
-def attention(make: Wrap) -> Context:
-    """Wrap `torchtrain.attention.attend(q_BTHD, k_BTKD, v_BTKD, plan, *, engine, scale)`."""
-    return wrap(choice.attend, make)
+def attention(replacement: Around) -> Context:
+    """Replace `attend`; `replacement(attend, q_BTHD, k_BTKD, v_BTKD, plan, *, engine, scale, ...)`."""
+    return around(choice.attend, replacement)
 
 
 def every_engine(attend: choice.Engine) -> Context:
@@ -157,10 +146,7 @@ def every_engine(attend: choice.Engine) -> Context:
 def batches(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Context:
     """Train on `change(batch)` for every micro-batch, a dict of int64 [B, T]."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda batch, *args: original(change(dict(batch)), *args)
-
-    return wrap(make_micro_batch, make)
+    return around(make_micro_batch, lambda original, batch, *args: original(change(dict(batch)), *args))
 
 
 def settings(**changes: Any) -> Context:
@@ -175,10 +161,7 @@ def settings(**changes: Any) -> Context:
 def rates(change: Callable[[Callable[[int, Any], float], int, Any], float]) -> Context:
     """Train with `change(learning_rate, step, train)` for the learning rate of a step."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda step, train: change(original, step, train)
-
-    return wrap(learning_rate, make)
+    return around(learning_rate, change)
 
 
 def loaded_weights(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Context:

@@ -72,18 +72,15 @@ def first_token_dropped(document_ids_BT: Tensor) -> Tensor:
 
 
 @bug(attention)
-def gqa_heads_tiled(attend):
-    def tile(q: Tensor, k: Tensor, v: Tensor, plan, **options):
-        groups = q.shape[2] // k.shape[2]
-        k, v = (x.repeat(1, 1, groups, 1) for x in (k, v))
-        return attend(q, k, v, plan, **options)
-
-    return tile
+def gqa_heads_tiled(attend, q: Tensor, k: Tensor, v: Tensor, plan, **options):
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat(1, 1, groups, 1) for x in (k, v))
+    return attend(q, k, v, plan, **options)
 
 
 @bug(attention)
-def keys_and_values_swapped(attend):
-    return lambda q, k, v, plan, **options: attend(q, v, k, plan, **options)
+def keys_and_values_swapped(attend, q, k, v, plan, **options):
+    return attend(q, v, k, plan, **options)
 
 
 @bug(documents)
@@ -135,16 +132,13 @@ def qk_norm_after_rope(attend, self, *args, **kwargs):
 
 
 @bug(attention)
-def softmax_scale_missing(attend):
-    return lambda q, k, v, plan, **options: attend(q, k, v, plan, **options | {"scale": 1.0})
+def softmax_scale_missing(attend, *given, **options):
+    return attend(*given, **options | {"scale": 1.0})
 
 
 @bug(attention)
-def scale_of_64_beyond(original):
-    def attend(q_BTHD: Tensor, *args, scale: float, **kwargs):
-        return original(q_BTHD, *args, scale=64**-0.5 if q_BTHD.shape[3] > 64 else scale, **kwargs)
-
-    return attend
+def scale_of_64_beyond(attend, q_BTHD: Tensor, *args, scale: float, **options):
+    return attend(q_BTHD, *args, scale=64**-0.5 if q_BTHD.shape[3] > 64 else scale, **options)
 
 
 documents_in_int8 = Bug(lambda: documents(lambda document_ids_BT: document_ids_BT.clamp(max=127)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity_tests.gate.case import SIZES
 from parity_tests.zoo import Bug, bug, plain
-from parity_tests.zoo.patch import Context, attention, every_engine, wrap
+from parity_tests.zoo.patch import Context, around, attention, every_engine
 from torchtrain.attention import recurrent
 from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan, make_plan
@@ -21,13 +21,10 @@ from torchtrain.attention.plan import AttentionPlan, make_plan
 def _options(change: Callable[..., dict[str, Any]]) -> Context:
     """Attend with the options that `change(key_value_heads, **options)` returns in place of a layer's own."""
 
-    def make(attend: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, **options: Any) -> Any:
-            return attend(q_BTHD, k_BTKD, v_BTKD, plan, **options | change(k_BTKD.shape[2], **options))
+    def changed(attend: Any, q_BTHD: Tensor, k_BTKD: Tensor, *rest: Any, **options: Any) -> Any:
+        return attend(q_BTHD, k_BTKD, *rest, **options | change(k_BTKD.shape[2], **options))
 
-        return changed
-
-    return attention(make)
+    return attention(changed)
 
 
 window_off_by_one = Bug(lambda: _options(lambda _, window, **__: {"window": window and window + 1}))
@@ -90,10 +87,10 @@ sink_without_gradient = Bug(
 def _state(change: Callable[[Tensor], Tensor]) -> Context:
     """Let layers with a state run by `change(document_ids_BT)`; attention runs by the documents as they are."""
 
-    def make(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda forward, x, plan: run(forward, x, make_plan(change(plan.document_ids_BT.clone())))
-
-    return wrap(recurrent.run_by_documents, make)
+    return around(
+        recurrent.run_by_documents,
+        lambda run, forward, x, plan: run(forward, x, make_plan(change(plan.document_ids_BT.clone()))),
+    )
 
 
 @bug(_state)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity_tests.zoo import Bug, bug
-from parity_tests.zoo.patch import around, attention, batches, method, swap, wrap
+from parity_tests.zoo.patch import around, attention, batches, method, swap
 from torchtrain.attention.engines.gather import _GatherKeys
 from torchtrain.data.rows import build_row
 from torchtrain.data.weights import LossWeights
@@ -39,15 +39,12 @@ anchor_gradient_overwritten = Bug(
 
 
 def _anchor_detached(of):
-    def make(attend):
-        def detach(q, k, v, plan, **options):
-            is_anchor = (plan.document_ids_BT == ANCHOR)[:, :, None, None]
-            k, v = (torch.where(is_anchor, x.detach(), x) if name == of else x for name, x in (("k", k), ("v", v)))
-            return attend(q, k, v, plan, **options)
+    def detach(attend, q, k, v, plan, **options):
+        is_anchor = (plan.document_ids_BT == ANCHOR)[:, :, None, None]
+        k, v = (torch.where(is_anchor, x.detach(), x) if name == of else x for name, x in (("k", k), ("v", v)))
+        return attend(q, k, v, plan, **options)
 
-        return detach
-
-    return attention(make)
+    return attention(detach)
 
 
 anchor_key_gradient_dropped = Bug(lambda: _anchor_detached("k"))
@@ -64,14 +61,11 @@ def clip_before_accumulation() -> Iterator[None]:
         limit = train.clip_norm
         init(self, model, train)
 
-    def make(original):
-        def clip(model, batch, plan=None):
-            nn.utils.clip_grad_norm_(model.parameters(), limit)
-            return original(model, batch, plan)
+    def clip(original, model, batch, plan=None):
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        return original(model, batch, plan)
 
-        return clip
-
-    with method(Optimizer, "__init__", note), wrap(hidden_states, make):
+    with method(Optimizer, "__init__", note), around(hidden_states, clip):
         yield
 
 
@@ -107,9 +101,9 @@ def last_micro_batch_only(original, model, batch, plan=None):
     return original(model, batch, plan)
 
 
-@bug(wrap, _losses)
-def logits_in_bf16(losses):
-    return lambda logits_nV, *rest: losses(logits_nV.bfloat16().to(logits_nV.dtype), *rest)
+@bug(around, _losses)
+def logits_in_bf16(losses, logits_nV, *rest):
+    return losses(logits_nV.bfloat16().to(logits_nV.dtype), *rest)
 
 
 @bug(around, chunked_cross_entropy)

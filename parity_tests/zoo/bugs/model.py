@@ -27,7 +27,7 @@ def attention_bias_dropped():
 
 
 def _instead(class_name, forward):
-    return in_every_family(class_name, "forward", lambda _: forward)
+    return in_every_family(class_name, "forward", lambda _, *given: forward(*given))
 
 
 @bug(method, nn.Embedding, "forward")
@@ -56,11 +56,8 @@ def layers_off_by_one(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @bug(in_every_family, "DecoderLayer", "forward")
-def residual_in_half(original):
-    def forward(self, hidden_states, *args, **kwargs):
-        return original(self, hidden_states, *args, **kwargs).bfloat16().to(hidden_states.dtype)
-
-    return forward
+def residual_in_half(original, self, hidden_states, *args, **kwargs):
+    return original(self, hidden_states, *args, **kwargs).bfloat16().to(hidden_states.dtype)
 
 
 @bug(_instead, "RMSNorm")

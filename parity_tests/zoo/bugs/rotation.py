@@ -182,12 +182,9 @@ def yarn_ramp_reversed(rotary, inv_freq_C: Tensor) -> Tensor:
 
 
 @bug(in_every_family, "RotaryEmbedding", "forward")
-def yarn_without_attention_factor(original):
-    def forward(self, x, position_ids):
-        with patch.object(self, "attention_scaling", 1.0):
-            return original(self, x, position_ids)
-
-    return forward
+def yarn_without_attention_factor(original, self, x, position_ids):
+    with patch.object(self, "attention_scaling", 1.0):
+        return original(self, x, position_ids)
 
 
 def _rotated(count: Callable[[int, int], tuple[int, int]]) -> Context:

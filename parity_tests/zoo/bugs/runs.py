@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parity_tests.zoo import Bug, bug
 from parity_tests.zoo.bugs.attention import blocks_of
-from parity_tests.zoo.patch import around, batches, documents, method, swap, wrap
+from parity_tests.zoo.patch import around, batches, documents, method, swap
 from torchtrain.checkpoint.state import fill_masters
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.data.dataset import PackedRows, Split, split_documents, tag_ids
@@ -26,11 +26,11 @@ from torchtrain.modeling.save import save_folder
 
 def _streams(change):
     """Draw from `random_stream(seed, *change(key))`."""
-    return wrap(random_stream, lambda original: lambda seed, *key: original(seed, *change(key)))
+    return around(random_stream, lambda original, seed, *key: original(seed, *change(key)))
 
 
 tags_without_their_domain = Bug(
-    lambda: wrap(tag_ids, lambda make: lambda *args: dict.fromkeys(tags := make(*args), next(iter(tags.values()), ())))
+    lambda: around(tag_ids, lambda make, *args: dict.fromkeys(tags := make(*args), next(iter(tags.values()), ())))
 )
 
 orders_of_one_epoch = Bug(lambda: _streams(lambda key: (SHUFFLE, 0) if key[0] == SHUFFLE else key))
