@@ -17,7 +17,7 @@ from parity_tests.comparing.hints import explain, know
 from parity_tests.comparing.judging import SHOWN, Found, Rule, Sides, choose, measure_all
 from parity_tests.mistakes.words import sentence, where
 from parity_tests.report.measure import join_problems
-from parity_tests.report.names import group_of
+from parity_tests.report.names import bare, group_of
 from parity_tests.report.schema import CaseReport, Divergence, Environment, Report
 
 FINER = ("float8_e5m2", "float8_e4m3", "bfloat16", "float16", "float32", "float64")
@@ -57,17 +57,29 @@ def compare(
     pairs, problems, apart = _pair(candidate, right, reference, only)
     if truth is not None:
         _refuse_coarse(pairs, rule.dtype)
-    found = measure_all(pairs, rule, tell)
-    case = _conclude(found, problems, pairs, rule, {**candidate.config, **right.config})
-    case["notes"] += apart
+    found, not_judged = measure_all(pairs, rule, tell)
+    problems += not_judged
+    divergence, notes = None, []
+    if first := next((f for f in found if not f.measure.passed), None):
+        divergence = _diverges(first, found, pairs, rule, {**candidate.config, **right.config})
+        notes = _notes(first, found, pairs, rule)
     # One shape of report for all verbs: a dump is a case.
     dumps = {"candidate": candidate, "truth": truth, "reference": reference, "against": against}
     settings = {role: dump.source for role, dump in dumps.items() if dump is not None}
     commit, dirty = git_state(Path.cwd())
     command = shlex.join(["parity", *sys.argv[1:]])
-    allowance = ALLOWANCES[rule.kind].format(operations=rule.operations)
-    name, seconds = Path(candidate.source).stem, time.perf_counter() - started
-    report = CaseReport(id=name, settings=settings, preset=allowance, command=command, seconds=seconds, **case)
+    seconds = time.perf_counter() - started
+    report = CaseReport(
+        id=Path(candidate.source).stem,
+        settings=settings,
+        preset=ALLOWANCES[rule.kind].format(operations=rule.operations),
+        command=command,
+        seconds=seconds,
+        problem=join_problems(problems),
+        first_divergence=divergence,
+        measures=[f.measure for f in found],
+        notes=[*notes, *_finer(found, pairs, rule), *apart],
+    )
     here = Environment(
         versions=versions(("numpy", "safetensors", "ml_dtypes", "anchorline")),
         hardware=processor(),
@@ -128,10 +140,10 @@ def _not_shared(candidate: Dump, truth: Dump, only: Sequence[str]) -> list[str]:
     maps = {candidate.targets, truth.targets}
     found = []
     for name in choose({**truth.arrays, **candidate.arrays}, only) if len(maps) > 1 else ():
-        bare = name.rpartition(": ")[2]
-        unknown = [bool(targets) and not choose([bare], targets) for targets in maps]
+        own = bare(name)
+        unknown = [bool(targets) and not choose([own], targets) for targets in maps]
         if name in candidate.arrays and name in truth.arrays:
-            unknown = [all(unknown) and group_of(bare) == "forward" and not bare.startswith("inputs.")]
+            unknown = [all(unknown) and group_of(name) == "forward" and not own.startswith("inputs.")]
         found += [name] if any(unknown) else []
     return found
 
@@ -165,63 +177,41 @@ def _refuse_coarse(pairs: Mapping[str, Sides], dtype: str | None) -> None:
         )
 
 
-def _conclude(
-    found: Sequence[Found], problems: list[str], pairs: Mapping[str, Sides], rule: Rule, config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What the report says of the dump."""
-    problems = problems + [f.problem for f in found if f.problem]
-    measures = [f.measure for f in found if f.measure is not None]
-    notes: list[str] = []
-    first = next((f for f in found if f.measure is not None and not f.measure.passed), None)
-    divergence = None
-    if first is not None:
-        assert first.measure is not None
-        words = _words(first, found, pairs, rule, config)
-        divergence = Divergence(name=first.name, ratio=first.measure.ratio, words=words)
-        notes = _notes(first, found, pairs, rule)
-    finer = [
-        f
-        for f in found
-        if f.dtype and f.measure and FINER.index(pairs[f.name][1].dtype or "float64") <= FINER.index(f.dtype)
+def _finer(found: Sequence[Found], pairs: Mapping[str, Sides], rule: Rule) -> list[str]:
+    coarse = [f for f in found if f.dtype and FINER.index(pairs[f.name][1].dtype or "float64") <= FINER.index(f.dtype)]
+    if rule.kind == "difference" or not coarse:
+        return []
+    return [
+        f"in {len(coarse)} arrays ({coarse[0].name}, ...) the truth has no finer dtype than the candidate: small "
+        "mistakes there may pass"
     ]
-    if rule.kind != "difference" and finer:
-        notes.append(
-            f"in {len(finer)} arrays ({finer[0].name}, ...) the truth has no finer dtype than the candidate: small "
-            "mistakes there may pass"
-        )
-    return {
-        "problem": join_problems(problems),
-        "first_divergence": divergence, "measures": measures, "notes": notes,
-    }  # fmt: skip
 
 
-def _words(
+def _diverges(
     first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rule: Rule, config: Mapping[str, Any]
-) -> str:
+) -> Divergence:
     measure = first.measure
-    assert measure is not None
     if rule.kind == "difference":
-        return f"{where(measure)}: differs by {first.relative:.3g} of its size"
+        words = f"{where(measure)}: differs by {first.relative:.3g} of its size"
+        return Divergence(name=first.name, ratio=measure.ratio, words=words)
     known = know({n: s[0] for n, s in pairs.items()}, {n: s[1] for n, s in pairs.items()}, config)
     sides = (known.candidate[first.name], known.truth[first.name]) if first.name in known.truth else None
-    before = [f.name for f in found[: found.index(first)] if f.measure]
+    before = [f.name for f in found[: found.index(first)]]
     by_token = len(measure.shape) >= 3 and measure.group == "forward"
     place = f"{where(measure)} ({first.name})"
-    return sentence(measure, place, sides, lambda: explain(measure, known, before), by_token)
+    words = sentence(measure, place, sides, lambda: explain(measure, known, before), by_token)
+    return Divergence(name=first.name, ratio=measure.ratio, words=words)
 
 
 def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rule: Rule) -> list[str]:
     """What passed before, whether the error starts there, where it is worst, and how much breaks behind it."""
-    at = found.index(first)
-    before = [f for f in found[:at] if f.measure]
-    behind = [f for f in found[at + 1 :] if f.measure]
-    measure = first.measure
-    assert measure is not None
+    at, measure = found.index(first), first.measure
+    before, behind = found[:at], found[at + 1 :]
     notes = []
-    inner = [f for f in before if f.dtype and f.measure and f.measure.group == measure.group][-SHOWN:]
-    if rule.kind != "difference" and inner and first.dtype and all(f.measure for f in inner):
-        last = max(inner, key=lambda f: f.measure.ratio if f.measure else 0.0)
-        ratio = last.measure.ratio if last.measure else 0.0
+    inner = [f for f in before if f.dtype and f.measure.group == measure.group][-SHOWN:]
+    if rule.kind != "difference" and inner and first.dtype:
+        last = max(inner, key=lambda f: f.measure.ratio)
+        ratio = last.measure.ratio
         word = "it comes from before" if ratio > HANDED_ON * measure.ratio else "it starts here"
         notes.append(
             f"{word}: {last.name} before it errs by {ratio:.2g} of its allowance (relative error {last.relative:.2g} "
@@ -232,14 +222,13 @@ def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rul
     else:
         notes.append("it is the first array")
     notes += _worst(first, pairs)
-    broken = [f for f in behind if f.measure and not f.measure.passed]
     if behind:
-        notes.append(
-            f"after it {len(broken)} of {len(behind)} arrays {'break' if rule.kind != 'difference' else 'differ'}"
-        )
-    growth = [(f.measure.layer, f.relative) for f in behind if f.measure and f.measure.tap == measure.tap]
-    layers = [(layer, error) for layer, error in growth if layer is not None and error > 0]
-    factor = (layers[-1][1] / first.relative) ** (1 / len(layers)) if layers and first.relative > 0 else 0.0
+        broken = sum(not f.measure.passed for f in behind)
+        notes.append(f"after it {broken} of {len(behind)} arrays {'break' if rule.kind != 'difference' else 'differ'}")
+    growth = [
+        f.relative for f in behind if f.measure.tap == measure.tap and f.measure.layer is not None and f.relative > 0
+    ]
+    factor = (growth[-1] / first.relative) ** (1 / len(growth)) if growth and first.relative > 0 else 0.0
     if factor > 1:
         notes.append(f"from layer to layer its relative error grows by a factor of {factor:.3g}")
     return notes
@@ -250,11 +239,8 @@ _AXES = {4: ("row", "token", "head", "channel"), 3: ("row", "token", "channel"),
 
 def _worst(first: Found, pairs: Mapping[str, Sides]) -> list[str]:
     """The element that errs most with both numbers, and its token, head and channel."""
-    measure = first.measure
-    assert measure is not None
-    if not measure.worst:
+    if not (index := tuple(first.measure.worst)):
         return []
-    index = tuple(measure.worst)
     mine, true, _ = pairs[first.name]
     values = [x.load()[index] for x in (mine, true)]
     names = _AXES.get(len(index), tuple(f"axis {i}" for i in range(len(index))))

@@ -6,7 +6,7 @@ files that have `rank` in their names are the ranks of one computation, all othe
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
-from parity_tests.report.names import group_of, layer_and_tap
+from parity_tests.report.names import bare, group_of, layer_and_tap
 
 MOST_HEADER = 100_000_000  # bytes, as the format's own library allows
 _FLOATS = {
@@ -137,13 +137,12 @@ def _place(path: Path, start: int, size: int, entry: Mapping[str, Any]) -> Array
 
 def sort_key(name: str) -> tuple[Any, ...]:
     """Sorts names by stage, then as a decoder computes them, gradients in the opposite order."""
-    bare = name.rpartition(": ")[2]
-    group, (layer, tap) = group_of(bare), layer_and_tap(bare)
+    group, (layer, tap) = group_of(name), layer_and_tap(name)
     stem = next((_ORDER.index(word) for word in reversed(re.split(r"[./]", tap)) if word in _ORDER), len(_ORDER))
     before = layer is None and stem < _ORDER.index("input_layernorm")
     where = (0 if before else 2 if layer is None else 1, layer or 0, stem)
     back = tuple(-x for x in where) if group == "gradients" else where
-    return _natural(name.removesuffix(bare)), _GROUPS.index(group), back, _natural(tap)
+    return _natural(name.removesuffix(bare(name))), _GROUPS.index(group), back, _natural(tap)
 
 
 def _numbers(text: str) -> list[int]:
@@ -154,8 +153,3 @@ def _natural(name: Any) -> tuple[Any, ...]:
     """Sorts `layer 10` behind `layer 9`."""
     parts = re.split(r"(\d+)", str(name))
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part)
-
-
-def blocks(size: int, at_once: int) -> Iterator[slice]:
-    """Slices of at most so many elements."""
-    return (slice(start, start + at_once) for start in range(0, size, at_once))

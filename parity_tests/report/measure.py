@@ -15,6 +15,8 @@ from parity_tests.report.names import group_of, layer_and_tap
 from parity_tests.report.schema import Measure, PartMeasure, Profile
 
 RUNS, SHORTEST_RUN = 16, 8  # of tokens, in a profile
+MASKED = -1e4  # from here on a number in a mask means "not seen"
+AT_ONCE = 2**22  # values of an array that may lie on the disk
 
 
 def measure(
@@ -26,32 +28,48 @@ def measure(
     likely_error: float = 0.0,
     rotated: int = 0,
 ) -> Measure:
-    """Judge an array by the one rule; without a reference exactly: its error is then the number of other entries."""
-    group = group_of(name)
-    layer, tap = layer_and_tap(name)
-    rest = {"name": name, "group": group, "layer": layer, "tap": tap, "shape": list(truth.shape)}
+    """Judge an array by the one rule; without a reference exactly."""
     if reference is None:
-        differs = candidate != truth
-        worst = [int(i) for i in np.unravel_index(int(differs.argmax()), truth.shape)]
-        return Measure(**rest, error=float(differs.sum()), allowance=0.0, worst=worst)
+        return judge_exactly(name, candidate, truth)
     verdict = judge(
-        candidate,
-        truth,
-        reference,
-        dtype,
-        axes_of(name, truth.ndim),
+        *(candidate, truth, reference, dtype, axes_of(name, truth.ndim)),
         inherits=True,
         rotated=rotated,
         likely_error=likely_error,
     )
-    profile = profile_of(candidate, truth, reference, dtype) if group == "forward" else None
-    return Measure(**rest, **judged(verdict), profile=profile)
+    profile = profile_of(candidate, truth, reference, dtype) if group_of(name) == "forward" else None
+    return from_verdict(name, truth, verdict, profile)
 
 
-def judged(verdict: Verdict) -> dict[str, Any]:
-    """What a verdict says, as fields of a measure."""
-    part = None if verdict.part is None else PartMeasure(**vars(verdict.part))
-    return {"error": verdict.error, "allowance": verdict.allowance, "worst": list(verdict.worst), "part": part}
+def judge_exactly(name: str, candidate: np.ndarray, truth: np.ndarray, is_mask: bool = False) -> Measure:
+    """The error is the number of other entries; of a mask every large negative number says the same."""
+    first, count = 0, 0
+    mine, true = candidate.reshape(-1), truth.reshape(-1)
+    for start in range(0, true.size, AT_ONCE):
+        block = slice(start, start + AT_ONCE)
+        differs = (mine[block] <= MASKED) != (true[block] <= MASKED) if is_mask else mine[block] != true[block]
+        if count == 0 and differs.any():
+            first = start + int(differs.argmax())
+        count += int(differs.sum())
+    worst = np.unravel_index(first, truth.shape) if true.size else ()
+    return from_verdict(name, truth, Verdict(float(count), 0.0, tuple(int(i) for i in worst)))
+
+
+def from_verdict(name: str, truth: np.ndarray, verdict: Verdict, profile: Profile | None = None) -> Measure:
+    """What a verdict says, as a measure."""
+    layer, tap = layer_and_tap(name)
+    return Measure(
+        name=name,
+        group=group_of(name),
+        layer=layer,
+        tap=tap,
+        shape=list(truth.shape),
+        error=verdict.error,
+        allowance=verdict.allowance,
+        worst=list(verdict.worst),
+        part=None if verdict.part is None else PartMeasure(**vars(verdict.part)),
+        profile=profile,
+    )
 
 
 def axes_of(name: str, dimensions: int) -> str | None:

@@ -9,8 +9,14 @@ _PREFIX = re.compile(r"^(run\.(exported\.|masters\.)?)?((inputs|forward|gradient
 _LAYER = re.compile(r"(?:^|\.)(?:\w*layers?|h|\w*blocks?)[._](\d+)(?:\.(.+))?$", re.IGNORECASE)
 
 
+def bare(name: str) -> str:
+    """Without the `step 3: ` of a dump of several steps."""
+    return name.rpartition(": ")[2]
+
+
 def group_of(name: str) -> Group:
     """The stage that an array belongs to."""
+    name = bare(name)
     if name.startswith("loss") or name in ("inputs.shift_labels", "inputs.weights"):
         return "loss"
     for group in ("gradients", "step", "trajectory", "run"):
@@ -21,6 +27,6 @@ def group_of(name: str) -> Group:
 
 def layer_and_tap(name: str) -> tuple[int | None, str]:
     """The layer of an array and its tap: `gradients.model.layers.0.mlp.up_proj.weight` -> 0, `mlp.up_proj.weight`."""
-    rest = _PREFIX.sub("", name, count=1)
+    rest = _PREFIX.sub("", bare(name), count=1)
     found = _LAYER.search(rest)
     return (int(found[1]), found[2] or "output") if found else (None, rest)
