@@ -71,6 +71,7 @@ def run(
         gate = load_gate(first, rest)
         out = OUT if out is None and case is None else out
     from parity_tests.gate.run import run_gate, silence_transformers
+    from parity_tests.report.verdict import in_words
 
     silence_transformers()
     command = shlex.join(["parity", *sys.argv[1:]])
@@ -81,7 +82,12 @@ def run(
         raise Leave(
             "interrupted; with --out finished cases are kept, and the same command goes on", INTERRUPTED
         ) from None
-    _tell(report, out, format_)
+    if len(report.cases) == 1:
+        _show_case(report.cases[0])
+    _leave_traces(report, out, format_)
+    print(in_words(report))
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -140,11 +146,12 @@ def compare(
         raise UserError("give --truth, with --reference if you have one; or --against alone")
     if dtype not in (None, *UNIT_ROUNDOFF):
         raise UserError(f"--dtype {dtype}: unknown; choose from {', '.join(UNIT_ROUNDOFF)}")
-    from parity_tests.comparing.compare import compare, verdict
+    from parity_tests.comparing.compare import compare
     from parity_tests.comparing.dumps import open_dump
     from parity_tests.comparing.judging import Rule
     from parity_tests.comparing.logprobs import describe, open_logprobs
     from parity_tests.comparing.names import load_names, recognise, rename
+    from parity_tests.report.verdict import in_words
 
     if out is not None:
         from parity_tests.report.write import make_folder, write
@@ -172,11 +179,10 @@ def compare(
         )
     if out is not None:
         write(report, out)
-    passed, said = verdict(report, rule.kind)
     numbers = describe(first, second or fourth) if logprobs else []
-    print(said, *report.cases[0].notes, *numbers, sep="\n  ")
+    print(in_words(report, rule.kind), *report.cases[0].notes, *numbers, sep="\n  ")
     _leave_traces(report, out, format_)
-    if not passed:
+    if not report.passed:
         raise typer.Exit(1)
 
 
@@ -347,19 +353,15 @@ def zoo(
 
 def _gate_of_one(given: Any) -> Any:
     """The gate of one case; with `against`, of two."""
-    import torch
     from pydantic import ValidationError
 
     from anchorline.settings import explain
-    from parity_tests.gate.candidate import device, is_capped, why_not_here
+    from parity_tests.gate.candidate import choose_engine, why_not_here
     from parity_tests.gate.spec import CaseSpec, Gate
-    from torchtrain.attention import resolve_engine
 
     def spec(**changes: Any) -> CaseSpec:
-        made = given.model_dump(exclude={"against_dtype"}) | changes
-        trains, dtype = made["stages"] != ("forward",), getattr(torch, made["dtype"])
-        capped = is_capped(made["model"])
-        made["engine"] = resolve_engine(made["engine"], device(), dtype, training=trains, capped=capped)
+        one = given.model_copy(update=changes)
+        made = one.model_dump(exclude={"against_dtype"}) | {"engine": choose_engine(one)}
         case = CaseSpec.model_validate(made)
         if reason := why_not_here(case):
             raise UserError(reason)
@@ -385,30 +387,6 @@ def _line(case: Any) -> str:
     if case.passed:
         return f"passes   {case.id} in {case.seconds:.1f} s"
     return f"{'FAILS   ' if case.failed else 'skipped '} {case.id}: {case.reasons[0]}"
-
-
-def _tell(report: Any, out: Path | None, format_: str) -> None:
-    """Print the verdict, and exit with it."""
-    if len(report.cases) == 1:
-        _show_case(report.cases[0])
-    _leave_traces(report, out, format_)
-    cases = [case for case in report.cases if case.skipped is None]
-    broken = [case for case in cases if case.failed]
-    if broken:
-        first = broken[0]
-        more = f"; {len(broken)} of {len(cases)} cases fail" if len(cases) > 1 else ""
-        print(f"DIFFERENT: {first.reasons[0]} [{first.id}]{more}")
-        raise typer.Exit(1)
-    skipped = len(report.cases) - len(cases)
-    also = f", {skipped} cases cannot run here" if skipped else ""
-    if not cases:
-        print(f"NOT JUDGED: no case can run here: {report.cases[0].skipped}")
-        raise typer.Exit(1)
-    ratio, name, where = max((m.ratio, m.name, case.id) for case in cases for m in case.measures)
-    arrays = sum(len(case.measures) for case in cases)
-    of = f" of {len(cases)} cases" if len(cases) > 1 else ""
-    print(f"SAME: {arrays} arrays{of} within their allowance{also}")
-    print(f"the worst is {name}, ratio {ratio:.2f} [{where}]")
 
 
 def _leave_traces(report: Any, out: Path | None, format_: str) -> None:

@@ -11,8 +11,6 @@ in float32, and the attention factor and every key that the settings do not chan
 import copy
 import re
 import sys
-from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -128,7 +126,7 @@ def find_fault(config: PretrainedConfig, settings: dict[str, Any]) -> str:
             return f"{lost[0]} is {new.get(lost[0])!r}, and {merged[kind].get(lost[0])!r} by the rule"
         if kind is not None and kind not in layers:  # by default Laguna, Mellum and Zaya have no layers with windows
             continue
-        truth, factor = _oracle(config, kind, tuple(_flat(merged[kind])), extended.max_position_embeddings)
+        truth, factor = _oracle(config, kind, merged[kind], extended.max_position_embeddings)
         sources = {"extend": extended} | ({} if new == merged[kind] else {"merged": by_hand})
         for source, of in sources.items():
             frequencies, scaling = model_frequencies(of, kind)
@@ -177,23 +175,13 @@ def _stays(name: str, own: dict[str, Any], new: dict[str, Any]) -> bool:
     return own["rope_type"] == new["rope_type"] or name not in of_types or name in new
 
 
-def _flat(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The parameters that the oracle knows, hashable."""
+def _oracle(
+    config: PretrainedConfig, kind: str | None, table: dict[str, Any], longest: int
+) -> tuple[np.ndarray, float]:
     known = RopeConfig.model_fields.keys() | {ORIGINAL, "rope_type", "rope_theta", "partial_rotary_factor"}
-    for name in sorted(table.keys() & known):
-        value = table[name]
-        yield name, tuple(value) if isinstance(value, list) else value
-
-
-@lru_cache(maxsize=1024)
-def _read_by_oracle(head_dim: int, longest: int, parameters: tuple[tuple[str, Any], ...]) -> tuple[np.ndarray, float]:
-    table = {name: list(value) if isinstance(value, tuple) else value for name, value in parameters}
-    fields = {"head_dim": head_dim, "max_position_embeddings": longest, "rope_parameters": table}
+    parameters = {name: value for name, value in table.items() if name in known}
+    fields = {"head_dim": _head_dim(config, kind), "max_position_embeddings": longest, "rope_parameters": parameters}
     return inverse_frequencies(RopeSpec.from_hf(fields))
-
-
-def _oracle(config: PretrainedConfig, kind: str | None, parameters: Any, longest: int) -> tuple[np.ndarray, float]:
-    return _read_by_oracle(_head_dim(config, kind), longest, parameters)
 
 
 def _head_dim(config: PretrainedConfig, kind: str | None = "full_attention") -> int:

@@ -23,15 +23,11 @@ from jaxref.optim import adamw, learning_rates, step
 from jaxref.rope import inverse_frequencies
 from jaxref.rounding import Rounding
 from jaxref.storage.weights import from_arrays
+from parity_tests.report.names import sort_key
 from torchtrain.config import TrainConfig
 
 Arrays = dict[str, np.ndarray]
 
-# The order in which one layer computes its taps; the oracle's come back sorted by name.
-_LAYER_ORDER = (
-    *("input_norm", "q", "k", "v", "q_norm", "k_norm", "q_rope", "k_rope", "lse", "attn", "attn_out"),
-    *("attn_residual", "post_norm", "mlp", "residual"),
-)
 _HALF = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}
 _EAGER = ("dense", "eager")  # they round like transformers' eager attention, all others like FlashAttention-2
 
@@ -110,15 +106,10 @@ def oracle_taps(
     given = (batch[name] for name in ("input_ids", "position_ids", "document_ids"))
     ids, positions, documents = (to_numpy(x) if isinstance(x, Tensor) else x for x in given)
     _, taps = decoder(ids, positions, documents, rounding, query_block=query_block, taps=True)
-    return {name: np.asarray(taps[name]) for name in sorted(taps, key=_forward_order)}
-
-
-def _forward_order(name: str) -> tuple[int, int, int]:
-    if name.startswith("layers."):
-        _, layer, tap = name.split(".")
-        return 1, int(layer), _LAYER_ORDER.index(tap)
     # The table comes last: of wrong positions, q and k after RoPE say more.
-    return {"embed": (0, 0, 0), "final_norm": (2, 0, 0), "logits": (2, 0, 1), "rope_table": (3, 0, 0)}[name]
+    return {
+        name: np.asarray(taps[name]) for name in sorted(taps, key=lambda name: (name == "rope_table", sort_key(name)))
+    }
 
 
 def likely_errors_of_rotation(

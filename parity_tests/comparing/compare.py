@@ -248,27 +248,3 @@ def _worst(first: Found, pairs: Mapping[str, Sides]) -> list[str]:
     exact = first.dtype is None
     shown = [str(x) if exact else f"{float(x):.6g}" for x in values]
     return [f"worst at {place}: {shown[0]}, where {shown[1]} is right"]
-
-
-def verdict(report: Report, kind: str) -> tuple[bool, str]:
-    """Whether the dump passes, and the verdict in words."""
-    case = report.cases[0]
-    broken = sum(not measure.passed for measure in case.measures)
-    count = len(case.measures)
-    if kind == "difference":
-        if case.passed:
-            return True, f"IDENTICAL: {count} arrays are the same, number for number"
-        words = case.first_divergence.words if case.first_divergence else case.problem
-        return False, f"A DIFFERENCE, not judged: {broken} of {count} arrays differ; the first: {words}"
-    floor = "; noise floor only, not a proof" if kind == "floor" else ""
-    if case.passed:
-        worst = max(case.measures, key=lambda measure: measure.ratio)
-        said = "WITHIN THE NOISE FLOOR" if floor else "SAME"
-        return (
-            True,
-            f"{said}: {count} arrays within their allowance, at worst {worst.ratio:.2f} of it ({worst.name}){floor}",
-        )
-    said = "BEYOND THE NOISE FLOOR" if floor and case.first_divergence else "DIFFERENT"
-    words = [case.first_divergence.words] if case.first_divergence else []
-    words += [case.problem] if case.problem else []
-    return False, f"{said}: {'; '.join(words)}{floor}"

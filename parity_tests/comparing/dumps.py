@@ -16,7 +16,7 @@ import numpy as np
 
 from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
-from parity_tests.report.names import bare, group_of, layer_and_tap
+from parity_tests.report.names import natural, sort_key
 
 MOST_HEADER = 100_000_000  # bytes, as the format's own library allows
 _FLOATS = {
@@ -29,13 +29,6 @@ _FLOATS = {
 }
 _EXACT = {f"{sign}{bits}": f"{kind}{bits}" for sign, kind in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)}
 _DTYPES: dict[str, Any] = {code: dtype for code, (_, dtype) in _FLOATS.items()} | _EXACT | {"BOOL": np.bool_}
-_GROUPS = ("forward", "loss", "gradients", "step", "trajectory", "run")
-# Stems of names in the order in which a decoder computes them. Whatever has none comes last.
-_STEMS = """input_ids position_ids document_ids embed embed_tokens tok_embeddings wte rotary rope_table input_layernorm
-    input_norm attention_norm ln_1 qkv q_proj q k_proj k v_proj v q_norm k_norm q_rope k_rope lse attn o_proj out_proj
-    attn_out self_attn attn_residual post_attention_layernorm post_norm ffn_norm ln_2 router gate_proj up_proj down_proj
-    mlp residual output norm final_norm lm_head logits"""
-_ORDER = _STEMS.split()
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ def open_dump(path: Path, order: Path | None = None, config: Path | None = None)
     config: the model's config.json, where the metadata lack it.
     Raises UserError: there is none, it is damaged, or holds a dtype that nothing here reads.
     """
-    files = sorted(path.glob("*.safetensors"), key=_natural) if path.is_dir() else [path]
+    files = sorted(path.glob("*.safetensors"), key=natural) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         why = "the folder holds no .safetensors file" if path.is_dir() else "no such file"
         raise UserError(f"dump {quoted(str(path))}: {why}; give a file, or a folder of files")
@@ -135,21 +128,5 @@ def _place(path: Path, start: int, size: int, entry: Mapping[str, Any]) -> Array
     return Array(_FLOATS[code][0] if code in _FLOATS else None, load)
 
 
-def sort_key(name: str) -> tuple[Any, ...]:
-    """Sorts names by stage, then as a decoder computes them, gradients in the opposite order."""
-    group, (layer, tap) = group_of(name), layer_and_tap(name)
-    stem = next((_ORDER.index(word) for word in reversed(re.split(r"[./]", tap)) if word in _ORDER), len(_ORDER))
-    before = layer is None and stem < _ORDER.index("input_layernorm")
-    where = (0 if before else 2 if layer is None else 1, layer or 0, stem)
-    back = tuple(-x for x in where) if group == "gradients" else where
-    return _natural(name.removesuffix(bare(name))), _GROUPS.index(group), back, _natural(tap)
-
-
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
-
-
-def _natural(name: Any) -> tuple[Any, ...]:
-    """Sorts `layer 10` behind `layer 9`."""
-    parts = re.split(r"(\d+)", str(name))
-    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part)

@@ -37,7 +37,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from anchorline import settings
 from anchorline.errors import UserError
-from parity_tests.comparing.dumps import Array, Dump, sort_key
+from parity_tests.comparing.dumps import Array, Dump
+from parity_tests.report.names import sort_key
 
 MAPS = Path(__file__).parent / "maps"
 _LAYER = "{i}"
@@ -151,7 +152,7 @@ def _made(target: str, sources: Sequence[Sequence[Array]], steps: Sequence[Any],
                 if kind in ("join", "sum"):
                     ranks = [ranks[0] if len(ranks) == 1 else _JOINS[kind](ranks, value)]
                 else:
-                    ranks = [_STEPS[kind](x, value, _Sizes(config)) for x in ranks]
+                    ranks = [_STEPS[kind](x, value, config) for x in ranks]
         except (IndexError, TypeError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
@@ -172,38 +173,32 @@ def _step(step: Any) -> tuple[str, Any]:
     return kind, value
 
 
-class _Sizes:
-    """Sizes by name, from a config.json."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
-
-    def __getitem__(self, size: int | str) -> int:
-        if isinstance(size, int):
-            return size
-        config = self._config
-        heads = config.get("num_attention_heads")
-        hidden = config.get("hidden_size")
-        known = {
-            "heads": heads,
-            "kv_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or (hidden // heads if hidden and heads else None),
-            "intermediate": config.get("intermediate_size"),
-        }
-        if (found := known.get(size)) is None:
-            raise UserError(f"--names: {size} is not known; give the model's config.json with --config")
-        return int(found)
+def _size(size: int | str, config: Mapping[str, Any]) -> int:
+    """A size by its name, from a config.json."""
+    if isinstance(size, int):
+        return size
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    known = {
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or (hidden // heads if hidden and heads else None),
+        "intermediate": config.get("intermediate_size"),
+    }
+    if (found := known.get(size)) is None:
+        raise UserError(f"--names: {size} is not known; give the model's config.json with --config")
+    return int(found)
 
 
-def _part(x: np.ndarray, value: Any, sizes: _Sizes) -> np.ndarray:
+def _part(x: np.ndarray, value: Any, config: Mapping[str, Any]) -> np.ndarray:
     number, cut = value
-    shares = [sizes[size] for size in cut]
+    shares = [_size(size, config) for size in cut]
     ends = [x.shape[-1] * end // sum(shares) for end in accumulate(shares, initial=0)]
     return x[..., ends[number] : ends[number + 1]]
 
 
-def _group(x: np.ndarray, which: Any, sizes: _Sizes) -> np.ndarray:
-    queries, D = sizes["heads"] // sizes["kv_heads"], sizes["head_dim"]
+def _group(x: np.ndarray, which: Any, config: Mapping[str, Any]) -> np.ndarray:
+    heads, kv_heads, D = (_size(name, config) for name in ("heads", "kv_heads", "head_dim"))
+    queries = heads // kv_heads
     groups = x.reshape(*x.shape[:-1], -1, queries + 2, D)
     at = {"q": slice(queries), "k": slice(queries, queries + 1), "v": slice(queries + 1, None)}[which]
     return groups[..., at, :].reshape(*x.shape[:-1], -1)
@@ -212,8 +207,8 @@ def _group(x: np.ndarray, which: Any, sizes: _Sizes) -> np.ndarray:
 _STEPS: dict[str, Any] = {
     "part": _part,
     "groups": _group,
-    "heads": lambda x, _, sizes: x.reshape(*x.shape[:-1], -1, sizes["head_dim"]),
-    "half_split": lambda x, _, sizes: np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1),
+    "heads": lambda x, _, config: x.reshape(*x.shape[:-1], -1, _size("head_dim", config)),
+    "half_split": lambda x, *_: np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1),
     "unscale": lambda x, *_: x.astype(np.float64) * x.shape[-1] ** 0.5,
     "move": lambda x, axes, _: x.transpose(axes),
     "rows": lambda x, *_: x[None],

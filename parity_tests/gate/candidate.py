@@ -32,7 +32,7 @@ from parity_tests.gate.case import (
 from parity_tests.gate.corpus import draw_corpus
 from parity_tests.gate.ranks import run_ranks
 from parity_tests.gate.small_run import infinite_gradient, run_side
-from parity_tests.gate.spec import CaseSpec
+from parity_tests.gate.spec import CaseSpec, Single
 from parity_tests.oracle import widen
 from parity_tests.taps import capture_taps
 from torchtrain.attention import make_plan, resolve_engine
@@ -70,12 +70,17 @@ def is_capped(model: str) -> bool:
     return caps_scores(open_config(find_folder(model)))
 
 
+def choose_engine(spec: CaseSpec | Single) -> str:
+    """The engine that a case asks for, or the fastest here. Raises UserError: it does not run here."""
+    trains, dtype = set(spec.stages) != {"forward"}, getattr(torch, spec.dtype)
+    return resolve_engine(spec.engine, device(), dtype, training=trains, capped=is_capped(spec.model))
+
+
 def why_not_here(spec: CaseSpec) -> str | None:
     """Why this machine cannot run the case, in words; None where it can."""
-    trains = set(spec.stages) != {"forward"}
     leave_newer()  # a process uses one version of FlashAttention at a time; forget that of the previous case
     try:
-        resolve_engine(spec.engine, device(), getattr(torch, spec.dtype), training=trains, capped=is_capped(spec.model))
+        choose_engine(spec)
     except UserError as error:
         return str(error)
     if spec.engine == "flex" and device().type == "cpu" and spec.dtype != "bfloat16":

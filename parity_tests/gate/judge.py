@@ -23,7 +23,7 @@ from parity_tests.gate.words import describe
 from parity_tests.oracle import Arrays, first_step
 from parity_tests.report.measure import join_problems, where_not_finite
 from parity_tests.report.measure import measure as measure_of
-from parity_tests.report.names import group_of, layer_and_tap
+from parity_tests.report.names import group_of, sort_key
 from parity_tests.report.schema import CaseReport, Divergence, Measure
 
 
@@ -33,35 +33,28 @@ def run_case(spec: CaseSpec, oracle: Oracle) -> CaseReport:
     Raises UserError, one line: a model that does not exist or that the oracle does not know.
     """
     started = time.perf_counter()
-    reason = why_not_here(spec)
-    if reason is not None:
-        return empty_report(spec).model_copy(update={"skipped": reason})
+    if reason := why_not_here(spec):
+        return report_of(spec, skipped=reason)
     case = resolve(spec)
-    own_eager = case.unknown_family is not None
-    if not own_eager:
-        arrays = oracle.side(case)
+    arrays = None if case.unknown_family else oracle.side(case)
     try:
-        if own_eager:
-            candidate, arrays = own_eager_sides(case)
-        else:
-            candidate = candidate_side(case)
+        candidate, arrays = own_eager_sides(case) if arrays is None else (candidate_side(case), arrays)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-        report = empty_report(spec).model_copy(update={"problem": f"the candidate raises {text}"})
+        report = report_of(spec, problem=f"the candidate raises {text}")
     else:
         report = judge_case(case, candidate, arrays)
-    if own_eager:
-        report = report.model_copy(update={"preset": reference_name(case)})
-    return report.model_copy(update={"seconds": time.perf_counter() - started})
+    update: dict[str, Any] = {"seconds": time.perf_counter() - started}
+    update |= {"preset": reference_name(case)} if case.unknown_family else {}
+    return report.model_copy(update=update)
 
 
-def empty_report(spec: CaseSpec) -> CaseReport:
-    """Return the report of a case before anything was measured."""
-    return CaseReport(
-        id=spec.id, settings=spec.given, preset=preset_of(spec), tokens=spec.tokens, command=spec.command, seconds=0.0
-    )
+def report_of(spec: CaseSpec, **found: Any) -> CaseReport:
+    """The report of a case; without what was found, of one before anything was measured."""
+    said: dict[str, Any] = {"id": spec.id, "settings": spec.given, "tokens": spec.tokens, "command": spec.command}
+    return CaseReport(**said | {"preset": preset_of(spec), "seconds": 0.0} | found)
 
 
 def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseReport:
@@ -112,13 +105,12 @@ def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseR
             words = Divergence(name=name, ratio=measure.ratio, words=text)
     unknown = sorted(name for name in compared if group_of(name) in case.spec.stages)
     problems += [f"the candidate returns {name}, which the oracle does not have" for name in unknown]
-    return empty_report(case.spec).model_copy(
-        update={
-            "seconds": time.perf_counter() - started,
-            "problem": join_problems(problems),
-            "first_divergence": words,
-            "measures": measures,
-        }
+    return report_of(
+        case.spec,
+        seconds=time.perf_counter() - started,
+        problem=join_problems(problems),
+        first_divergence=words,
+        measures=measures,
     )
 
 
@@ -162,7 +154,7 @@ def _pairs(
         exact = [(name, truth, None, "exact") for name, truth in oracle.exact.items() if group_of(name) == stage]
         yield from (of for of in exact if not of[0].endswith(".counts"))
         names = [name for name in oracle.truth if group_of(name) == stage]
-        for name in sorted(names, key=_backward_order) if stage == "gradients" else names:
+        for name in sorted(names, key=sort_key) if stage == "gradients" else names:
             # transformers' attention gives no lse; a run, no losses of single held-out tokens.
             if not name.endswith(".lse") and not (name.startswith("run.held_out") and name.endswith(".tokens")):
                 # Learning rates and masters do not have the model's dtype.
@@ -173,28 +165,6 @@ def _pairs(
         yield from (of for of in exact if of[0].endswith(".counts"))
         if stage == "step":
             yield from _step_pairs(candidate, case)
-
-
-# The order in which the backward pass comes to a layer's parameters.
-_BACKWARD = (
-    "mlp.down",
-    "mlp.up",
-    "mlp.gate",
-    "post_",
-    "self_attn.o",
-    "self_attn.sinks",
-    "self_attn.v",
-    "self_attn.k",
-    "self_attn.q",
-    "input_",
-)
-
-
-def _backward_order(name: str) -> tuple[int, int, int]:
-    layer, tap = layer_and_tap(name)
-    if layer is None:
-        return (2 if tap.startswith("embed") else 0), 0, not tap.startswith("lm_head")
-    return 1, -layer, next((i for i, start in enumerate(_BACKWARD) if tap.startswith(start)), len(_BACKWARD))
 
 
 def _step_pairs(candidate: Arrays, case: GateCase) -> Iterator[tuple[str, np.ndarray, np.ndarray | None, str]]:

@@ -1,12 +1,20 @@
-"""What the name of an array says: the stage that it belongs to, its layer, and which array of the layer it is."""
+"""What the name of an array says: its stage, its layer, which array of the layer it is, and when it is computed."""
 
 import re
+from typing import Any, get_args
 
 from parity_tests.report.schema import Group
 
 _PREFIX = re.compile(r"^(run\.(exported\.|masters\.)?)?((inputs|forward|gradients|step|trajectory|loss)\.)?(model\.)?")
 # `layers.3.q`, `model.layers.3.mlp`, `transformer.h.3.attn`, `layers_3.mlp`, `decoder.block_3`.
 _LAYER = re.compile(r"(?:^|\.)(?:\w*layers?|h|\w*blocks?)[._](\d+)(?:\.(.+))?$", re.IGNORECASE)
+# Stems of names in the order in which a decoder computes them. Whatever has none comes last.
+_STEMS = """input_ids position_ids document_ids embed embed_tokens tok_embeddings wte rotary rope_table
+    input_layernorm input_norm attention_norm ln_1 qkv q_proj q k_proj k v_proj v q_norm k_norm q_rope
+    k_rope lse sinks attn o_proj out_proj attn_out self_attn attn_residual post_attention_layernorm
+    post_norm ffn_norm ln_2 router gate_proj up_proj down_proj mlp residual output norm final_norm lm_head
+    logits"""
+_ORDER = _STEMS.split()
 
 
 def bare(name: str) -> str:
@@ -30,3 +38,19 @@ def layer_and_tap(name: str) -> tuple[int | None, str]:
     rest = _PREFIX.sub("", bare(name), count=1)
     found = _LAYER.search(rest)
     return (int(found[1]), found[2] or "output") if found else (None, rest)
+
+
+def sort_key(name: str) -> tuple[Any, ...]:
+    """Sorts names by stage, then as a decoder computes them, gradients in the opposite order."""
+    group, (layer, tap) = group_of(name), layer_and_tap(name)
+    stem = next((_ORDER.index(word) for word in reversed(re.split(r"[./]", tap)) if word in _ORDER), len(_ORDER))
+    before = layer is None and stem < _ORDER.index("input_layernorm")
+    where = (0 if before else 2 if layer is None else 1, layer or 0, stem)
+    back = tuple(-x for x in where) if group == "gradients" else where
+    return natural(name.removesuffix(bare(name))), get_args(Group).index(group), back, natural(tap)
+
+
+def natural(name: Any) -> tuple[Any, ...]:
+    """Sorts `layer 10` behind `layer 9`."""
+    parts = re.split(r"(\d+)", str(name))
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part)

@@ -14,7 +14,7 @@ import numpy as np
 from anchorline.errors import UserError
 from parity_tests.gate.candidate import candidate_side, why_not_here
 from parity_tests.gate.case import TINY, GateCase, resolve
-from parity_tests.gate.judge import empty_report, judge_case, run_case
+from parity_tests.gate.judge import judge_case, report_of, run_case
 from parity_tests.gate.spec import CaseSpec, Gate, expand
 from parity_tests.gate.truth import Oracle, OracleArrays
 from parity_tests.report.schema import CaseReport
@@ -181,7 +181,7 @@ def _judge_with(bug: Bug, case: GateCase, oracle: OracleArrays) -> CaseReport:
         with bug.apply():
             candidate = candidate_side(case)
     except UserError as error:
-        return empty_report(case.spec).model_copy(update={"problem": f"the trainer refuses: {error}"})
+        return report_of(case.spec, problem=f"the trainer refuses: {error}")
     return judge_case(case, candidate, oracle)
 
 
