@@ -34,7 +34,7 @@ class Unusable(Exception):  # noqa: N818, it is a finding and not our error
 class Torch:
     """The calls in torch."""
 
-    kind = torch.Tensor
+    kind: Any = torch.Tensor
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -84,7 +84,7 @@ class Torch:
 class Jax:
     """The calls in JAX. The oracle needs 64-bit JAX; the function is called with 32-bit defaults, as it is at home."""
 
-    kind = jax.Array
+    kind: Any = jax.Array
 
     def __init__(self, device: str) -> None:
         self.device = jax.devices("gpu" if device.startswith("cuda") else device)[0]
