@@ -85,8 +85,8 @@ class Adapter:
             for value in said if isinstance(said, tuple | frozenset) else [said]:
                 if value is not None and value not in choices:
                     near = difflib.get_close_matches(value, choices, n=1)
-                    more = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(choices)}"
-                    raise UserError(f"{field}: {value!r} is unknown; {more}")
+                    like = f"did you mean {near[0]!r}? " if near else ""
+                    raise UserError(f"{field}: {value!r} is unknown; {like}choose from {', '.join(choices)}")
 
 
 def attention(**declared: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
