@@ -178,7 +178,7 @@ def compare(
             first, second, third, fourth, rule, only or (), lambda _, number, total: bar(None, number, total)
         )
     if out is not None:
-        write(report, out)
+        write(report, out, rule.kind)
     numbers = describe(first, second or fourth) if logprobs else []
     print(in_words(report, rule.kind), *report.cases[0].notes, *numbers, sep="\n  ")
     _leave_traces(report, out, format_)

@@ -21,10 +21,10 @@ Legend: B batch · T tokens of a row · V vocabulary.
 
 import argparse
 import contextlib
+import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,7 @@ _NAMES: dict[Any, str] = {
     _WINDOW: "sliding_window",
     0.2: "initializer_range",  # attention far from uniform: a wrong mask shows
 }
+_DROPS = re.compile("dropout|pdrop|layerdrop|^drop_path_rate$")
 _SIZES = {name: size for size, names in _NAMES.items() for name in names.split()} | {"is_decoder": True}
 
 
@@ -152,6 +153,7 @@ def main() -> int:
     parser.add_argument("families", nargs="*", help="model types; every causal family without one")
     parser.add_argument("--out", type=Path, help="the page whose tables are written")
     arguments = parser.parse_args()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     rows = []
     for family in arguments.families or causal_families():
         rows.append(examine(family))
@@ -172,7 +174,7 @@ def causal_families() -> list[str]:
 
 def examine(family: str) -> FamilyRow:
     """Build a tiny model of a family and judge it."""
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):  # of configs that no checkpoint has
         try:
             model = tiny_model(family)
             model(input_ids=packed_rows()["input_ids"], use_cache=False)
@@ -204,13 +206,9 @@ def tiny_config(family: str) -> PretrainedConfig:
 def _shrink(config: PretrainedConfig) -> PretrainedConfig:
     own, more = config.to_dict(), _OWN_SIZES.get(config.model_type, {})
     changes: dict[str, Any] = {name: value for name, value in _SIZES.items() if own.get(name) is not None}
-    changes |= {name: 0.0 for name, value in own.items() if isinstance(value, float) and _drops(name)}
+    changes |= {name: 0.0 for name, value in own.items() if isinstance(value, float) and _DROPS.search(name)}
     changes |= {name: _shrink(getattr(config, name)) for name in config.sub_configs if getattr(config, name, None)}
     return type(config)(**(changes | more))
-
-
-def _drops(name: str) -> bool:
-    return "dropout" in name or "pdrop" in name or "layerdrop" in name or name == "drop_path_rate"
 
 
 def tiny_model(family: str) -> Any:
@@ -261,7 +259,7 @@ def find_fault(model: Any) -> str:
     with wide:
         candidate = logits_and_gradients(model, "anchor", batch)
     if truth.keys() != candidate.keys():
-        return f"gradients of {sorted(truth.keys() ^ candidate.keys())[0]} in one of the two only"
+        return f"{sorted(truth.keys() ^ candidate.keys())[0]} in one of the two only"
     for name in truth:
         if truth[name].shape != candidate[name].shape:
             return f"{name}: shape {list(candidate[name].shape)}"
@@ -280,7 +278,7 @@ def logits_and_gradients(
     implementation: of attention; all but our own are given the mask rule as masks.
     batch: token, position and document ids [B, T].
     backward: with gradients.
-    hidden: with the hidden states before, between and after the layers, `hidden.0` to `hidden.N`.
+    hidden: with the hidden states before, between and after the layers, by the names of the oracle.
     """
     ours = implementation.startswith("anchor")
     model.set_attn_implementation("eager" if runs_whole(model.base_model) else implementation)
@@ -302,8 +300,9 @@ def logits_and_gradients(
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 gradients.setdefault(name.rpartition(".")[0], []).append(parameter.grad.flatten())
-    states = {f"hidden.{number}": x.detach() for number, x in enumerate(layers)}
-    flat = {module: torch.cat(parts) for module, parts in gradients.items()}
+    names = ["embed", *(f"layers.{number}.residual" for number in range(len(layers) - 2)), "final_norm"]
+    states = {name: x.detach() for name, x in zip(names, layers, strict=False)}
+    flat = {f"gradients.{module}": torch.cat(parts) for module, parts in gradients.items()}
     return {**states, "logits": logits_BTV.detach(), **flat}
 
 
@@ -401,19 +400,6 @@ def describe(rows: list[FamilyRow]) -> str:
         cells = (", ".join(families), verdict, why, alone)
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' advice on configs that no checkpoint has."""
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers.logging.set_verbosity(level)
 
 
 def _line(error: BaseException) -> str:

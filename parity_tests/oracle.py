@@ -17,12 +17,10 @@ from torch import Tensor
 
 from anchorline.tolerance import UNIT_ROUNDOFF
 from jaxref.attention import attention
-from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
 from jaxref.optim import adamw, learning_rates, step
 from jaxref.rope import inverse_frequencies
 from jaxref.rounding import Rounding
-from jaxref.storage.weights import from_arrays
 from parity_tests.report.names import sort_key
 from torchtrain.config import TrainConfig
 
@@ -91,12 +89,6 @@ def to_numpy(x: Tensor) -> np.ndarray:
 def widen(x: Tensor) -> np.ndarray:
     """Return a copy in numpy, exact, of float32 at least: numpy has no bfloat16."""
     return x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32), copy=True).numpy()
-
-
-def oracle_of(model: Any) -> Decoder:
-    """Build the oracle's decoder on the weights of a transformers model, as they are rounded there."""
-    arrays = {name: to_numpy(x) for name, x in model.state_dict().items()}
-    return from_arrays(DecoderConfig.from_hf(model.config.to_dict()), arrays)
 
 
 def oracle_taps(

@@ -108,21 +108,14 @@ def merge(first: Adapter | None, then: Adapter | None) -> Adapter:
 
 
 @dataclass(frozen=True)
-class Signature:
-    """A function's parameters by meaning. `positional`: q, k, v in the function's own order (indices into q, k, v)."""
+class Resolved:
+    """A complete declaration, and the function's parameters by meaning."""
 
-    positional: tuple[int, int, int]
+    adapter: Adapter
+    positional: tuple[int, int, int]  # q, k, v in the function's own order (indices into q, k, v)
     keywords: dict[str, str]  # meaning -> parameter
     fourth: str | None  # meaning of a fourth positional argument, where it has no name
     optional: frozenset[str]  # meanings of parameters whose default is None
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A complete declaration, and the parameters by meaning."""
-
-    adapter: Adapter
-    signature: Signature
 
 
 def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved:
@@ -188,7 +181,7 @@ def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved
         lacks=frozenset(lacks),
     )
     optional = frozenset(m for p in parameters or () if p.default is None and (m := meanings[p.name]))
-    return Resolved(full, Signature(order, keywords, fourth, optional))
+    return Resolved(full, order, keywords, fourth, optional)
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -178,11 +178,11 @@ class Candidate:
         given: dict[str, Any] = {"scale": case.scale, "enable_gqa": case.kv_heads < case.heads, "return_lse": True}
         # Whoever gets no mask hides the future itself. flash-attn has both words, torch's varlen_attn the second only.
         given["causal"] = adapter.documents in ("document_ids", "cu_seqlens", "none")
-        if "scale" in self.how.signature.optional and case.layout.name == "anchor":
+        if "scale" in self.how.optional and case.layout.name == "anchor":
             del given["scale"]  # the default is tried, too
         if case.layout.window is not None:
             given["window_size"] = (case.layout.window - 1, 0)
-        elif given["causal"] and "causal" not in self.how.signature.keywords:
+        elif given["causal"] and "causal" not in self.how.keywords:
             given["window_size"] = (-1, 0)
         given |= {name: getattr(case.layout, name) for name in case.layout.adds}
         if case.sinks_H is not None:
@@ -213,7 +213,7 @@ class Candidate:
     @contextmanager
     def _unchanged(self, arrays: dict[str, Any]) -> Iterator[None]:
         """Refuse a call that changes what it is given."""
-        parameters = self.how.signature.keywords
+        parameters = self.how.keywords
         given = {
             f"its input {parameters.get(n, n)}": x
             for n, x in self._keywords.items()
@@ -318,10 +318,9 @@ class Candidate:
             raise Unusable(f"{when}raises {type(error).__name__}: {text[:300] or '(no message)'}") from error
 
     def _call(self, *qkv: Any) -> Any:
-        signature = self.how.signature
-        keywords = {parameter: self._keywords[m] for m, parameter in signature.keywords.items() if m in self._keywords}
-        fourth = () if signature.fourth is None else (self._keywords[signature.fourth],)
-        return self.fn(*(qkv[i] for i in signature.positional), *fourth, **keywords)
+        keywords = {parameter: self._keywords[m] for m, parameter in self.how.keywords.items() if m in self._keywords}
+        fourth = () if self.how.fourth is None else (self._keywords[self.how.fourth],)
+        return self.fn(*(qkv[i] for i in self.how.positional), *fourth, **keywords)
 
     def _arrays(self, *qkv: np.ndarray) -> list[Any]:
         handed, heads = self.case.layout.handed, 2 if self.how.adapter.layout == "BTHD" else 1

@@ -113,7 +113,7 @@ def why_not_run(how: Resolved, case: CheckCase) -> str | None:
 
 def takes(how: Resolved, name: str) -> bool:
     """Whether a function has a parameter for `scale` or for a name of `ADDED`."""
-    return any(parameter in how.signature.keywords for parameter in ADDED.get(name, (name,)))
+    return any(parameter in how.keywords for parameter in ADDED.get(name, (name,)))
 
 
 def _verdicts(case: CheckCase, arrays: Arrays, like: str) -> dict[str, Verdict]:

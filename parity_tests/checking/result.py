@@ -162,21 +162,18 @@ def _where(result: CaseResult, name: str, like: str) -> str:
     text = f"most at {place(case, row, token)}, head {head}"
     if name == "lse":
         return text
-    wrong, all_ = _documents_that_differ(result, name, like)
-    return text if wrong == all_ or not wrong else f"{text}; wrong in {', '.join(wrong)} only"
+    wrong, right = _documents_by_verdict(result, name, like)
+    return f"{text}; wrong in {', '.join(wrong)} only" if wrong and right else text
 
 
-def _documents_that_differ(result: CaseResult, name: str, like: str) -> tuple[list[str], list[str]]:
+def _documents_by_verdict(result: CaseResult, name: str, like: str) -> tuple[list[str], list[str]]:
     """The rule, document by document."""
     case = result.case
     truth, reference = oracle(case, "exact")[name], oracle(case, preset_name(like, case.dtype))[name]
-    wrong, all_ = [], []
-    ids = case.document_ids_BT
-    for document in np.unique(ids):
-        chosen = ids == document
+    wrong, right = [], []
+    for document in np.unique(case.document_ids_BT):
+        chosen = case.document_ids_BT == document
         words = {PADDING: "padding", ANCHOR: "the anchor"}.get(int(document), f"document {document}")
-        all_.append(words)
-        candidate = result.arrays[name][chosen]
-        if not judge(candidate, truth[chosen], reference[chosen], judged_as(name, like, case.dtype)).passed:
-            wrong.append(words)
-    return wrong, all_
+        sides = (x[chosen] for x in (result.arrays[name], truth, reference))
+        (right if judge(*sides, judged_as(name, like, case.dtype)).passed else wrong).append(words)
+    return wrong, right

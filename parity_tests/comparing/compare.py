@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from anchorline.environment import git_state, processor, usable_cores, versions
+from anchorline.environment import processor, usable_cores
 from anchorline.errors import UserError, some
 from parity_tests.comparing.dumps import Array, Dump
 from parity_tests.comparing.hints import explain, know
@@ -21,6 +21,7 @@ from parity_tests.report.names import bare, group_of
 from parity_tests.report.schema import CaseReport, Divergence, Environment, Report
 
 FINER = ("float8_e5m2", "float8_e4m3", "bfloat16", "float16", "float32", "float64")
+LIBRARIES = ("numpy", "safetensors", "ml_dtypes", "anchorline")
 HANDED_ON = 0.5  # of the ratio of an array: what errs more before it is handed on
 ALLOWANCES = {
     "reference": "twice what the reference errs against the truth, and one rounding of the truth's size",
@@ -66,7 +67,6 @@ def compare(
     # One shape of report for all verbs: a dump is a case.
     dumps = {"candidate": candidate, "truth": truth, "reference": reference, "against": against}
     settings = {role: dump.source for role, dump in dumps.items() if dump is not None}
-    commit, dirty = git_state(Path.cwd())
     command = shlex.join(["parity", *sys.argv[1:]])
     seconds = time.perf_counter() - started
     report = CaseReport(
@@ -80,13 +80,7 @@ def compare(
         measures=[f.measure for f in found],
         notes=[*notes, *_finer(found, pairs, rule), *apart],
     )
-    here = Environment(
-        versions=versions(("numpy", "safetensors", "ml_dtypes", "anchorline")),
-        hardware=processor(),
-        threads=usable_cores(),
-        git_commit=commit,
-        git_dirty=dirty,
-    )
+    here = Environment.here(LIBRARIES, processor(), usable_cores(), Path.cwd())
     title, when = f"{candidate.source} against {right.source}", created.isoformat(timespec="seconds")
     return Report(title=title, created=when, seconds=seconds, command=command, environment=here, cases=[report])
 
@@ -118,17 +112,15 @@ def _pair(
     for name in shared:
         if reference is not None and name not in reference.arrays:
             continue
-        true = truth.arrays[name][0]
-        shape = true.load().shape
-        sides = [candidate.arrays[name], reference.arrays[name] if reference else [None]]
-        if len(truth.arrays[name]) > 1:  # ranks on both sides: each against its own
-            for rank, (mine, own) in enumerate(zip(candidate.arrays[name], truth.arrays[name], strict=False)):
-                pairs[f"{name} [rank {rank}]"] = (mine, own, reference.arrays[name][rank] if reference else None)
-            continue
-        mine, other = (_joined(ranks, shape) if ranks[0] else [None] for ranks in sides)  # type: ignore[arg-type]
-        for rank, array in enumerate(mine):
-            assert array is not None
-            pairs[f"{name} [rank {rank}]" if len(mine) > 1 else name] = (array, true, other[min(rank, len(other) - 1)])
+        mine, true = candidate.arrays[name], truth.arrays[name]
+        other = reference.arrays[name] if reference else None
+        if len(true) == 1:  # else ranks on both sides: each against its own
+            shape = true[0].load().shape
+            mine, other = _joined(mine, shape), other and _joined(other, shape)
+        several = max(len(mine), len(true)) > 1
+        for rank, array in enumerate(mine if len(true) == 1 else mine[: len(true)]):
+            label = f"{name} [rank {rank}]" if several else name
+            pairs[label] = (array, true[min(rank, len(true) - 1)], other and other[min(rank, len(other) - 1)])
     notes = [f"not compared: {len(apart)} names that the engines do not share ({some(apart)})"] if apart else []
     return pairs, problems, notes
 

@@ -155,16 +155,15 @@ class _Rows:
         return self.rows[index % len(self.rows)]
 
 
-class _TokenLosses:
-    """Takes the loss of every token of a rank's micro-batches of a step, a row each; by the number of the row."""
+_TokenLosses = dict[int, np.ndarray]  # of a rank's rows in a step, by the number of the row
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.rows: dict[int, np.ndarray] = {}
 
-    def __call__(self, each_BT: Tensor, part: Mapping[str, Any]) -> None:
+def _note_losses(world: World, rows: _TokenLosses) -> Callable[[Tensor, Mapping[str, Any]], None]:
+    def note(each_BT: Tensor, part: Mapping[str, Any]) -> None:
         # Micro-batches are dealt out to the ranks in turn.
-        self.rows[self._world.rank + len(self.rows) * self._world.size] = widen(each_BT[0])
+        rows[world.rank + len(rows) * world.size] = widen(each_BT[0])
+
+    return note
 
 
 def _on_ranks(
@@ -175,7 +174,7 @@ def _on_ranks(
     ranks = run_ranks(case.spec.ranks, device(), lambda world: run(case, packed, models[world.rank], world))
     arrays = ranks[0][0]
     for name in ranks[0][1]:
-        by_number = {number: row for _, losses in ranks for number, row in losses[name].rows.items()}
+        by_number = {number: row for _, losses in ranks for number, row in losses[name].items()}
         arrays[name] = np.stack([by_number[number] for number in range(len(packed.rows))])
     if "step.stored" in arrays:
         arrays["step.stored"] = np.concatenate([found["step.stored"] for found, _ in ranks])
@@ -199,9 +198,9 @@ def _one_step(case: GateCase, packed: _Rows, model: Any, world: World) -> tuple[
     masters = {
         names[id(parameter)]: master for parameter, master in zip(optimizer.parameters, optimizer.masters, strict=True)
     }
-    tokens = _TokenLosses(world)
+    tokens: _TokenLosses = {}
     batches = step_batches(packed, 0, train, DOMAINS, world)
-    losses, pairs = accumulate(strategy, batches, DOMAINS, train.loss_chunk, tokens)
+    losses, pairs = accumulate(strategy, batches, DOMAINS, train.loss_chunk, _note_losses(world, tokens))
     assert losses.overall.value is not None, "no token has a label"
     if "loss" in stages:
         arrays["loss"] = np.array([losses.overall.value])
@@ -225,9 +224,9 @@ def _trajectory(case: GateCase, packed: _Rows, model: Any, world: World) -> tupl
     tokens: dict[str, _TokenLosses] = {}
     for number in range(train.steps):
         batches = step_batches(packed, number, train, DOMAINS, world)
-        tokens[f"trajectory.{number}"] = takes = _TokenLosses(world)
+        note = _note_losses(world, tokens.setdefault(f"trajectory.{number}", {}))
         with infinite_gradient(model, number + 1 == case.spec.infinite_step):
-            found.append(take_step(strategy, batches, DOMAINS, number, train, lambda _: None, takes))
+            found.append(take_step(strategy, batches, DOMAINS, number, train, lambda _: None, note))
     rates, norms = [step.learning_rate for step in found], [step.gradient_norm for step in found]
     return {"trajectory.rates": np.array(rates), "trajectory.norms": np.array(norms)}, tokens
 

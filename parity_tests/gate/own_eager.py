@@ -166,18 +166,13 @@ def _softmax_as_wide_as_its_input(x: torch.Tensor, *args: Any, dtype: Any = None
 
 
 def _named(found: dict[str, torch.Tensor], documents_BT: np.ndarray, spec: CaseSpec) -> Arrays:
-    """The stages' arrays under the oracle's names."""
+    """The stages' arrays."""
     arrays: Arrays = {}
-    layers = sum(name.startswith("hidden.") for name in found) - 2
     for name, tensor in found.items():
-        array = widen(tensor)  # a copy: what is put to 0 is not the model's own
-        if name == "logits" or name.startswith("hidden."):
-            if "forward" not in spec.stages:
-                continue
+        forward = not name.startswith("gradients.")
+        if forward and "forward" not in spec.stages:
+            continue
+        array = arrays[name] = widen(tensor)  # a copy: what is put to 0 is not the model's own
+        if forward:
             array[documents_BT == PADDING] = 0  # eager attends from padding to all tokens, `anchor` to none
-            number = int(name.removeprefix("hidden.")) if name != "logits" else -1
-            ends = {-1: "logits", 0: "embed", layers + 1: "final_norm"}
-            arrays[ends.get(number, f"layers.{number - 1}.residual")] = array
-        else:
-            arrays[f"gradients.{name}"] = array
     return arrays

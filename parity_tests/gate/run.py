@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from transformers.utils import logging
 
 from anchorline.command import Leave
-from anchorline.environment import end_with_parent, git_state, processor, versions
+from anchorline.environment import end_with_parent, processor
 from anchorline.errors import UserError
 from anchorline.files import replace_file
 from parity_tests.gate.case import TINY, find_folder
@@ -109,14 +109,7 @@ def silence_transformers() -> None:
 
 def environment(threads: int | None = None) -> Environment:
     """Where this process runs; `threads` those of PyTorch, where they are not this process's."""
-    commit, dirty = git_state(ROOT)
-    return Environment(
-        versions=versions(LIBRARIES),
-        hardware=_hardware(),
-        threads=threads or torch.get_num_threads(),
-        git_commit=commit,
-        git_dirty=dirty,
-    )
+    return Environment.here(LIBRARIES, _hardware(), threads or torch.get_num_threads(), ROOT)
 
 
 def _run_in_turn(groups: list[list[CaseSpec]], out: Path | None) -> Iterator[CaseReport]:

@@ -5,14 +5,13 @@ number. Its cells and rows are left unclosed, as HTML allows: a run has tens of 
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anchorline.page import count
 from anchorline.page import render as render_page
 from parity_tests.report.plot import plot, plot_layers, where_over
 from parity_tests.report.schema import CaseReport, Group, Measure, Report
+from parity_tests.report.verdict import in_words
 
 # Worst first, as the page lists cases; with the sign that says the same without colour.
 SIGNS = {"broken": "✗", "not judged": "!", "passed": "✓", "skipped": "–"}
@@ -35,12 +34,15 @@ PLOTTED = 4  # profiles of a case
 Rows = list[tuple[int | None, list[Measure | None]]]
 
 
-def render(report: Report) -> str:
-    """The page, as HTML text to be written in UTF-8. Everything in the report is taken for text, never for markup."""
+def render(report: Report, kind: str = "reference") -> str:
+    """The page, as HTML text to be written in UTF-8. Everything in the report is taken for text, never for markup.
+
+    kind: what is allowed (`in_words`).
+    """
     order = list(SIGNS)
     entries = [ListedCase(number, case) for number, case in enumerate(report.cases, start=1)]
     entries.sort(key=lambda entry: order.index(entry.case.verdict))
-    word, sentence = headline(report)
+    word, _, sentence = in_words(report, kind).partition(": ")
     present = {measure.group for case in report.cases for measure in case.measures}
     environment = report.environment
     changed = ", with changes that are not committed" if environment.git_dirty else ""
@@ -71,22 +73,6 @@ def render(report: Report) -> str:
         ratio=ratio,
         number=number,
     )
-
-
-def headline(report: Report) -> tuple[str, str]:
-    """A word, and a sentence."""
-    counts = Counter(case.verdict for case in report.cases)
-    run = len(report.cases) - counts["skipped"]
-    skipped = f" {count(counts['skipped'], 'case')} could not run on this machine." if counts["skipped"] else ""
-    if not run:
-        return "Not judged", skipped.strip() or "The report holds no case."
-    if report.passed:
-        arrays = sum(len(case.measures) for case in report.cases)
-        return "The same", f"{count(arrays, 'array')} of {count(run, 'case')} keep within their allowance.{skipped}"
-    broken, unjudged = counts["broken"], counts["not judged"]
-    parts = [f"{broken} {'breaks' if broken == 1 else 'break'} the rule"] if broken else []
-    parts += [f"{unjudged} could not be judged"] if unjudged else []
-    return "Different", f"Of {count(run, 'case')}, {' and '.join(parts)}.{skipped}"
 
 
 # -- what the page shows of a measure and of a case --------------------------------------------------------------------

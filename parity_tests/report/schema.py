@@ -6,11 +6,13 @@ judged array each, in the order in which the computation makes them. Error and a
 array's own units (`anchorline/tolerance.py`).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from anchorline.environment import git_state, versions
 from anchorline.errors import UserError
 from anchorline.files import replace_file
 from anchorline.tolerance import Judged
@@ -115,6 +117,12 @@ class Environment(_Part):
     threads: int
     git_commit: str | None
     git_dirty: bool | None
+
+    @classmethod
+    def here(cls, libraries: Sequence[str], hardware: str, threads: int, folder: Path) -> Self:
+        """Of this process; the commit is that of the folder."""
+        commit, dirty = git_state(folder)
+        return cls(versions=versions(libraries), hardware=hardware, threads=threads, git_commit=commit, git_dirty=dirty)
 
 
 class Report(_Part):

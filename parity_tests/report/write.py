@@ -10,11 +10,11 @@ from parity_tests.report.junit import to_junit
 from parity_tests.report.schema import Report, write_report
 
 
-def write(report: Report, out: Path) -> None:
-    """Leave the report in its four forms."""
+def write(report: Report, out: Path, kind: str = "reference") -> None:
+    """Leave the report in its four forms. kind: what is allowed (`in_words`)."""
     make_folder(out)
     write_report(report, out / "report.json")
-    replace_file(out / "report.html", render(report).encode())
+    replace_file(out / "report.html", render(report, kind).encode())
     replace_file(out / "junit.xml", to_junit(report).encode())
     replace_file(out / "badge.json", to_badge(report).encode())
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from anchorline.tolerance import Verdict, judge
 from jaxref.rounding import preset
-from parity_tests.oracle import oracle_of, oracle_taps, preset_name
+from parity_tests.oracle import oracle_taps, preset_name
 from parity_tests.taps import capture_taps
+from parity_tests.tests.models import oracle_of
 
 
 @dataclass(frozen=True)

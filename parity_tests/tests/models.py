@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from jaxref.decoder_config import DecoderConfig
 from jaxref.layout import lay_out
+from jaxref.model import Decoder
+from jaxref.storage.weights import from_arrays
 from parity_tests.gate.case import FAMILIES
+from parity_tests.oracle import to_numpy
 
 SIZES = {
     "vocab_size": 97,
@@ -76,3 +80,9 @@ def _arrays(variant: str, lengths: tuple[int, ...], seed: int) -> dict[str, Tens
         "position_ids": torch.from_numpy(np.stack([row.position_ids for row in rows])),
         "document_ids": torch.from_numpy(np.stack([row.document_ids for row in rows])),
     }
+
+
+def oracle_of(model: Any) -> Decoder:
+    """Build the oracle's decoder on the weights of a transformers model, as they are rounded there."""
+    arrays = {name: to_numpy(x) for name, x in model.state_dict().items()}
+    return from_arrays(DecoderConfig.from_hf(model.config.to_dict()), arrays)

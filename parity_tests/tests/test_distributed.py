@@ -23,8 +23,8 @@ from anchorline.tolerance import Verdict, judge
 from jaxref.loss import mean_and_gradients
 from jaxref.optim import step
 from jaxref.rounding import preset
-from parity_tests.oracle import adamw_of, oracle_of, preset_name
-from parity_tests.tests.models import packed_batch, tiny_model
+from parity_tests.oracle import adamw_of, preset_name
+from parity_tests.tests.models import oracle_of, packed_batch, tiny_model
 from torchtrain.config import TrainConfig
 from torchtrain.modeling.adapters import layer_and_factors, split_off
 from torchtrain.tests import distributed_worker as worker

@@ -18,8 +18,8 @@ import transformers.models.llama.modeling_llama as llama
 from anchorline.tolerance import judge
 from jaxref.model import Decoder
 from jaxref.rounding import Rounding, preset
-from parity_tests.oracle import oracle_of, oracle_taps, preset_name
-from parity_tests.tests.models import tiny_model
+from parity_tests.oracle import oracle_taps, preset_name
+from parity_tests.tests.models import oracle_of, tiny_model
 from ropestudy.compute.measures import weights
 from ropestudy.compute.pieces import probabilities
 

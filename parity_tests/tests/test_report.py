@@ -7,8 +7,9 @@ from math import inf, nan
 import pytest
 
 from anchorline.tests.test_page import HOSTILE
-from parity_tests.report.html import headline, place, ratio, render
+from parity_tests.report.html import place, ratio, render
 from parity_tests.report.schema import Divergence, Profile, Report
+from parity_tests.report.verdict import in_words
 from parity_tests.tests.reports import WORDS, broken_case, case, measure, report
 
 
@@ -46,15 +47,19 @@ def mixed() -> Report:
 @pytest.mark.parametrize(
     ("cases", "told"),
     [
-        ([case("a"), case("b")], ("The same", "6 arrays of 2 cases keep within their allowance.")),
-        ([case("a"), broken_case()], ("Different", "Of 2 cases, 1 breaks the rule.")),
-        ([case("a", problem="raises")], ("Different", "Of 1 case, 1 could not be judged.")),
-        ([case("a", skipped="no GPU", measures=[])], ("Not judged", "1 case could not run on this machine.")),
-        ([], ("Not judged", "The report holds no case.")),
+        (
+            [case("a"), case("b"), case("c", skipped="no GPU", measures=[])],
+            "SAME: 6 arrays of 2 cases within their allowance, 1 cases cannot run here, at worst 0.40 of it "
+            "(layers.2.k_rope in b)",
+        ),
+        ([case("a")], "SAME: 3 arrays within their allowance, at worst 0.40 of it (layers.2.k_rope)"),
+        ([case("a"), broken_case()], f"DIFFERENT: {WORDS} [broken]; 1 of 2 cases fail"),
+        ([case("a", problem="raises")], "DIFFERENT: raises"),
+        ([case("a", skipped="no GPU", measures=[])], "NOT JUDGED: no case can run here: no GPU"),
     ],
 )
 def test_the_verdict_is_a_word_and_a_sentence(cases, told):
-    assert headline(report(*cases)) == told
+    assert in_words(report(*cases)) == told
 
 
 @pytest.mark.parametrize(
@@ -81,8 +86,8 @@ def test_the_border_of_the_rule_is_at_1(error, allowance, told):
 
 def test_the_verdict_and_what_failed_stand_first():
     page = unescape(render(mixed()))
-    assert "<title>Different: CI</title>" in page
-    assert page.index(headline(mixed())[1]) < page.index(WORDS) < page.index('href="#case-3"')
+    assert "<title>DIFFERENT: CI</title>" in page
+    assert page.index("; 2 of 3 cases fail") < page.index("What differs first") < page.index('href="#case-3"')
     order = ["case-3", "case-4", "case-1", "case-2"]
     assert re.findall(r'<details[^>]*id="(case-\d)"', page) == order
     assert list(dict.fromkeys(re.findall(r'href="#(case-\d)"', page))) == order

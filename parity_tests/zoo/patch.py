@@ -77,11 +77,15 @@ def in_every_family(class_name: str, name: str, replacement: Around) -> Iterator
 
 @contextmanager
 def rotation(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Replace transformers' `apply_rotary_pos_emb(q_BHTD, k_BKTD, cos_BTD, sin_BTD)`."""
+    """Replace transformers' `apply_rotary_pos_emb` by `rotate(q_BHTD, k_BKTD, cos_B1TD, sin_B1TD)`."""
+
+    def broadcast(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        return rotate(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+
     with ExitStack() as stack:
         for family in FAMILIES:
             modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-            stack.enter_context(patch.object(modeling, "apply_rotary_pos_emb", rotate))
+            stack.enter_context(patch.object(modeling, "apply_rotary_pos_emb", broadcast))
         yield
 
 

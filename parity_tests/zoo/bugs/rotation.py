@@ -139,8 +139,7 @@ def _rotate(x_BHTD: Tensor, cos_B1TD: Tensor, sin_B1TD: Tensor) -> Tensor:
 
 
 @bug(rotation)
-def rope_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+def rope_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
@@ -154,16 +153,14 @@ def _turn(x: Tensor) -> Tensor:
 
 
 @bug(rotation)
-def rope_sign(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+def rope_sign(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return q * cos + _turn(q) * sin, k * cos + _turn(k) * sin
 
 
 @bug(rotation)
-def rope_sign_of_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def rope_sign_of_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     from transformers.models.llama.modeling_llama import rotate_half
 
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + rotate_half(q) * sin, k * cos - rotate_half(k) * sin
 
 
@@ -205,8 +202,7 @@ partial_rounded_up = Bug(lambda: _rotated(lambda D, R: (R + -R % 8, R + -R % 8))
 
 
 @bug(rotation)
-def partial_at_the_end(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+def partial_at_the_end(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     R = cos.shape[-1]
 
     def turn(x: Tensor) -> Tensor:
