@@ -7,7 +7,6 @@ from anchorline.tolerance import judge
 from jaxref.rounding import preset
 from parity_tests.tests.engines import (
     compare_engine,
-    compare_engine_by_documents,
     draw,
     run_oracle,
     run_oracle_by_documents,
@@ -149,7 +148,6 @@ def test_long_rows_on_a_gpu(engine, length):
 def test_documents_of_long_rows_on_a_gpu(engine, length):
     """Documents of two lengths, so that the oracle compiles two programs and no more."""
     ids_BT = packed(*[2047, 1024] * ((length - 1) // 3071), anchor=1)
-    verdicts = compare_engine_by_documents(
-        engine, ids_BT, torch.bfloat16, heads=4, kv_heads=2, head_dim=128, query_block=512, device="cuda"
-    )
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 128, "query_block": 512, "ask": run_oracle_by_documents}
+    verdicts = compare_engine(engine, ids_BT, torch.bfloat16, device="cuda", **sizes)
     assert_all_pass(verdicts, "out", "dq", "dk", "dv")
