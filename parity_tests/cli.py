@@ -2,8 +2,6 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +9,7 @@ import typer
 
 from anchorline.command import INTERRUPTED, MISTAKE, Leave, make_app
 from anchorline.errors import UserError, one_line, print
+from anchorline.terminal import Console, progress
 
 app = make_app(
     "parity",
@@ -76,7 +75,7 @@ def run(
     silence_transformers()
     command = shlex.join(["parity", *sys.argv[1:]])
     try:
-        with _progress() as bar:
+        with progress("parity") as bar:
             report = run_gate(gate, out, case, lambda one, n, of: bar(_line(one), n, of), command, workers)
     except KeyboardInterrupt:
         raise Leave(
@@ -173,7 +172,7 @@ def compare(
     second, third, fourth = (read(path, truth_names) for path in (truth, reference, against))
     dtype = dtype or ("float32" if logprobs else None)
     rule = Rule(given, dtype, operations, "difference" if against else "reference" if reference else "floor")
-    with _progress() as bar:
+    with progress("parity") as bar:
         report = compare(
             first, second, third, fourth, rule, only or (), lambda _, number, total: bar(None, number, total)
         )
@@ -291,7 +290,7 @@ def check(
     adapter = Adapter(**declared, lacks=lacks or ())
     pairs = None if heads is None else [_pair(text) for text in heads]
     fn = load_target(target)
-    with _progress() as bar:
+    with progress("parity") as bar:
         result = check_attention(
             fn,
             layouts=layouts,
@@ -344,7 +343,7 @@ def zoo(
 
     silence_transformers()
     gate = load_gate(config)
-    with _progress() as bar:
+    with progress("parity") as bar:
         report = run_zoo(gate, bugs, bar)
     _show(show(report))
     if not report.passed:
@@ -415,31 +414,9 @@ def _show_case(case: Any) -> None:
 
 def _show(table: Any) -> None:
     """Print a table; of a narrow terminal, and of a pipe, lines go on below: no name is cut."""
-    from anchorline.terminal import Console
-
     console = Console()
     console.width = max(console.width, 160)
     console.print(table)
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """A bar on standard error, and above it a line for each step that is done."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from anchorline.terminal import Console
-
-    console = Console(stderr=True)
-    columns = (TextColumn("parity"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-
-        def advance(line: str | None, done: int, total: int) -> None:
-            if line is not None:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-            progress.update(task, completed=done, total=total)
-
-        yield advance
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import typer
 
 from anchorline.command import INTERRUPTED, Leave
 from anchorline.errors import print
-from anchorline.terminal import Console
+from anchorline.terminal import progress
 from jaxref.cli import app, main
 
 
@@ -30,8 +30,6 @@ def study(
       jaxref study configs/study/demo.yaml --out runs/study
       jaxref study configs/study/paper.yaml model.source=my/model --out runs/study-paper
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from ropestudy.spec import load_study
 
     resolved = load_study(config, overrides or [])
@@ -39,17 +37,9 @@ def study(
     from ropestudy.run import run_study
     from ropestudy.schema import RESULTS
 
-    console = Console(stderr=True)
-    columns = (TextColumn("study"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     command = shlex.join(["jaxref", *sys.argv[1:]])
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=None)
-
-            def advance(line: str, done: int, total: int) -> None:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-                bar.update(task, completed=done, total=total)
-
+        with progress("study") as advance:
             results = run_study(resolved, out, advance, command)
     except KeyboardInterrupt:
         raise Leave("interrupted; finished cells are kept, and the same command continues", INTERRUPTED) from None
