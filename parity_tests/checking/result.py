@@ -174,6 +174,7 @@ def _documents_by_verdict(result: CaseResult, name: str, like: str) -> tuple[lis
     for document in np.unique(case.document_ids_BT):
         chosen = case.document_ids_BT == document
         words = {PADDING: "padding", ANCHOR: "the anchor"}.get(int(document), f"document {document}")
-        sides = (x[chosen] for x in (result.arrays[name], truth, reference))
-        (right if judge(*sides, judged_as(name, like, case.dtype)).passed else wrong).append(words)
+        mine, true, rounded = (x[chosen] for x in (result.arrays[name], truth, reference))
+        passed = judge(mine, true, rounded, judged_as(name, like, case.dtype)).passed
+        (right if passed else wrong).append(words)
     return wrong, right

@@ -113,14 +113,14 @@ def _pair(
         if reference is not None and name not in reference.arrays:
             continue
         mine, true = candidate.arrays[name], truth.arrays[name]
-        other = reference.arrays[name] if reference else None
+        other = reference.arrays[name] if reference else []
         if len(true) == 1:  # else ranks on both sides: each against its own
             shape = true[0].load().shape
-            mine, other = _joined(mine, shape), other and _joined(other, shape)
+            mine, other = _joined(mine, shape), _joined(other, shape) if other else []
         several = max(len(mine), len(true)) > 1
         for rank, array in enumerate(mine if len(true) == 1 else mine[: len(true)]):
             label = f"{name} [rank {rank}]" if several else name
-            pairs[label] = (array, true[min(rank, len(true) - 1)], other and other[min(rank, len(other) - 1)])
+            pairs[label] = (array, true[min(rank, len(true) - 1)], other[min(rank, len(other) - 1)] if other else None)
     notes = [f"not compared: {len(apart)} names that the engines do not share ({some(apart)})"] if apart else []
     return pairs, problems, notes
 
