@@ -404,7 +404,8 @@ def _show_case(case: Any) -> None:
     for measure in case.measures:
         place = measure.group if measure.layer is None else f"{measure.group}, layer {measure.layer}"
         places.setdefault(place, []).append(measure)
-    table = Table("where", "worst", "error", "allowance", "error / allowance", caption=f"reference: {case.preset}")
+    table = Table("where", "worst", "error", "allowance", "error / allowance", title=case.id)
+    table.caption = f"reference: {case.preset}"
     for place, measures in places.items():
         worst = max(measures, key=lambda measure: measure.ratio)
         ratio = f"{worst.ratio:.2f}" if worst.passed else f"[bold red]{worst.ratio:.3g}[/]"
