@@ -23,10 +23,10 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_320,
-    "lines of tests' code": 22_100,
-    "lines of source": 44_580,
-    "lines of tests": 28_650,
+    "lines of code": 30_930,
+    "lines of tests' code": 22_094,
+    "lines of source": 44_044,
+    "lines of tests": 28_634,
     "words of docs": 26_835,
     "settings without description": 0,
 }
