@@ -1,6 +1,6 @@
 """What `parity compare` catches, where it says that a fault is, and how often it gives a false alarm.
 
-    python -m benchmarks.compare_study [--seeds 20]      # writes benchmarks/results/compare-study.json
+    python -m benchmarks.compare_study [--seeds 20]  # writes benchmarks/results/compare-study.json and the page's table
 
 A tiny Llama of transformers is recorded with each change of compare_study.yaml, and in ways that are right; so is
 `jaxref.Decoder` with the changes that are of its weights, modules or settings. Truth is transformers' model in float64,
@@ -10,6 +10,7 @@ the reference its eager attention in the candidate's dtype.
 import copy
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama as llama
 
 from anchorline.files import save
+from anchorline.marked import MarkedPlace, read_marked
+from benchmarks.bench_page import format_table
 from jaxref.decoder_config import DecoderConfig
 from jaxref.loss import token_nll
 from jaxref.rope_spec import RopeSpec
@@ -44,6 +47,9 @@ from parity_tests.record import watch
 T, ROWS, FIRST, DTYPES = 53, 2, 1000, ("float32", "bfloat16")
 ROWS_OF_STUDY = yaml.safe_load((Path(__file__).parent / "compare_study.yaml").read_text(encoding="utf-8"))
 RESULT = Path(__file__).parent / "results" / "compare-study.json"
+PAGE = Path(__file__).parents[1] / "docs" / "same-computation.md"
+PLACE = MarkedPlace("<!-- made by benchmarks/compare_study.py -->", "<!-- end of the study -->")
+COLUMNS = [(writer, dtype) for writer in ("wrong", "flax") for dtype in DTYPES]
 SIZES: dict[str, Any] = {"attn_implementation": "eager"}
 SIZES |= {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 160, "num_hidden_layers": 3, "head_dim": 64}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
@@ -395,8 +401,35 @@ def first_in_flax(key: str) -> str:
     return "layers.1.mlp" if first.endswith("down_proj") else first
 
 
+def format_results(kept: dict[str, Any]) -> str:
+    """Return the rates, a table of the changes with the largest ratio of each dump, and one of the right ways."""
+    caught = {column: 0 for column in COLUMNS}
+    for writer, dtype in COLUMNS:
+        for key, own in kept[writer].items():
+            first = ROWS_OF_STUDY[key][2] if writer == "wrong" else first_in_flax(key)
+            caught[writer, dtype] += (own[dtype][1] or "").startswith(first)
+    pairs = [name for each in kept["right"].values() for _, name, _ in each]
+    rates = [f"{caught[writer, d]} of {len(kept[writer])} in {d}" for writer, d in COLUMNS]
+    said = (
+        f"Caught at the right array: written by transformers {rates[0]} and {rates[1]}, by `jaxref` {rates[2]} and "
+        f"{rates[3]}. Of {len(pairs)} pairs that are right {sum(name is not None for name in pairs)} fail. The tables "
+        "have the largest error over its allowance, of transformers' dumps and of the right pairs."
+    )
+    changes = []
+    for key, (what, tracker, first) in ROWS_OF_STUDY.items():
+        (_, repository, _, number), own = tracker.split("/"), kept["wrong"][key]
+        ratios = [f"{own[dtype][0]:.2g}" if own[dtype][1] else "missed" for dtype in DTYPES]
+        changes.append((what, f"[{repository}#{number}](https://github.com/{tracker})", f"`{first}`", *ratios))
+    ways = [
+        (way, str(len(each)), *(f"{max(x for x, _, _ in each[at::2]):.2f}" for at in range(2)))
+        for way, each in kept["right"].items()
+    ]
+    tables = (("change", "seen in", "first array", *DTYPES), changes), (("right", "pairs", *DTYPES), ways)
+    return "\n\n".join(["\n".join(textwrap.wrap(said, 100)), *(format_table(*table) for table in tables)])
+
+
 def main() -> None:
-    """Try all, and keep the numbers."""
+    """Try all, keep the numbers, and write them into the page."""
     seeds = int(sys.argv[sys.argv.index("--seeds") + 1]) if "--seeds" in sys.argv else 20
     fresh = dump.__wrapped__
     wrong = {
@@ -409,7 +442,9 @@ def main() -> None:
         right[FLAX].append(judge(dump_of_flax(seed, dtype), seed, dtype))
         for way, (change, apart) in WAYS.items():
             right[way].append(judge(fresh(seed, dtype, change, apart), seed, dtype))
-    save(RESULT, json.dumps({"wrong": wrong, "flax": flax, "right": right}, indent=1).encode())
+    kept = {"wrong": wrong, "flax": flax, "right": right}
+    save(RESULT, json.dumps(kept, indent=1).encode())
+    save(PAGE, PLACE.put(read_marked(PAGE, [PLACE]), format_results(kept)).encode())
 
 
 if __name__ == "__main__":

@@ -100,9 +100,13 @@ def _likely_errors(found: Mapping[str, Found]) -> dict[str, float]:
     for name, own in kinds.items():
         own_measure = found[name].measure
         if logits and own_measure.group == "loss" and np.prod(own_measure.shape) == 1:
-            # A mean over tokens: twice the standard deviation of as many independent errors of logits.
-            tokens = np.prod(logits.measure.shape[:-1])
-            likely[name] = 2 * logits.reference * logits.size / float(np.sqrt(max(1, tokens)))
+            # A mean over tokens errs as its tokens do, which the logits show, and by the roundings of its sum, in
+            # float32 at least: those of N growing partial sums have a standard deviation of sqrt(N) / 3 units.
+            # Two standard deviations, as `likely_error_of_mean` returns.
+            tokens = max(1.0, float(np.prod(logits.measure.shape[:-1])))
+            unit = UNIT_ROUNDOFF["float64" if found[name].dtype == "float64" else "float32"]
+            summed = unit * found[name].size * tokens**0.5 / 3
+            likely[name] = 2 * float(np.hypot(logits.reference * logits.size / tokens**0.5, summed))
             continue
         alike = next((errors[kind] for kind in own if len(errors.get(kind, ())) > 1), [0.0])
         likely[name] = found[name].size * float(np.sqrt(np.mean(np.square(alike))))
