@@ -1,6 +1,6 @@
 """What `parity compare` catches, where it says that a fault is, and how often it gives a false alarm.
 
-    python -m benchmarks.compare_study [--seeds 20]  # writes benchmarks/results/compare-study.json and the page's table
+    python -m benchmarks.compare_study [--seeds 40]  # writes benchmarks/results/compare-study.json and the page's table
 
 A tiny Llama of transformers is recorded with each change of compare_study.yaml, and in ways that are right; so is
 `jaxref.Decoder` with the changes that are of its weights, modules or settings. Truth is transformers' model in float64,
@@ -430,7 +430,7 @@ def format_results(kept: dict[str, Any]) -> str:
 
 def main() -> None:
     """Try all, keep the numbers, and write them into the page."""
-    seeds = int(sys.argv[sys.argv.index("--seeds") + 1]) if "--seeds" in sys.argv else 20
+    seeds = int(sys.argv[sys.argv.index("--seeds") + 1]) if "--seeds" in sys.argv else 40
     fresh = dump.__wrapped__
     wrong = {
         key: {dtype: judge(fresh(0, dtype, change), 0, dtype) for dtype in DTYPES} for key, change in CHANGES.items()

@@ -20,11 +20,12 @@ from parity_tests.mistakes.words import Known, explain_attention, explain_rotati
 from parity_tests.report.schema import Measure
 
 MOST = 2**24  # values of an array that is explained
+KEPT = 2**20  # values of an array that is kept while others are tried
 NEAR = 24  # arrays before it that are tried in its place
 
 
 class Loaded(Mapping[str, np.ndarray]):
-    """Arrays of a dump by name, float64, read when asked for; those of more than `MOST` values are not there.
+    """Arrays of a dump by name, float64, read when asked for; those of more than `MOST` values are not in it.
 
     q and k after RoPE, which no module puts out, are computed from those before it, where they are not recorded.
     """
@@ -41,12 +42,11 @@ class Loaded(Mapping[str, np.ndarray]):
             x = self._arrays[name].load()
             if x.size > MOST:
                 raise KeyError(name)
-            self._kept[name] = np.asarray(x, np.float64 if self._arrays[name].dtype else None)
+            x = np.asarray(x, np.float64 if self._arrays[name].dtype else None)
+            if x.size > KEPT:
+                return x
+            self._kept[name] = x
         return self._kept[name]
-
-    def __contains__(self, name: object) -> bool:
-        stem = str(name).removesuffix("_rope")
-        return name in self._arrays or (self.turn is not None and stem != name and stem in self._arrays)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)

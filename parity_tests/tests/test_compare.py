@@ -14,7 +14,9 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from parity_tests import cli
-from parity_tests.comparing.dumps import open_dump
+from parity_tests.comparing.compare import compare
+from parity_tests.comparing.dumps import Array, Dump, open_dump
+from parity_tests.comparing.judging import Rule
 from parity_tests.report.schema import read_report
 
 B, T, H, D, M, LAYERS = 2, 48, 4, 16, 64, 3
@@ -265,6 +267,23 @@ def test_memory_is_that_of_a_block_and_not_of_the_array(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert "SAME" in done.stdout, done.stderr
     assert int(done.stdout.split()[-1]) < 600  # in float64 the three arrays alone are 768
+
+
+def test_an_array_too_large_to_be_explained_is_found_and_located():
+    """So is one behind it, and one behind a small array."""
+
+    def dump(dtype: str, *wrong: int) -> Dump:
+        rows = {f"layers.{n}.mlp": np.full((1, 1, 4096), 1.5 if n in wrong else 1.0, dtype) for n in range(4)}
+        of = {n: (1, 8 if n == "layers.2.mlp" else 4097, 4096) for n in rows}
+        arrays = {n: (lambda n=n, x=x: np.broadcast_to(x, of[n])) for n, x in rows.items()}
+        return Dump("", {n: [Array(dtype, load)] for n, load in arrays.items()}, {})
+
+    for wrong in ((0, 1), (1, 3), (2, 3), (3,)):
+        case = compare(
+            dump("float32", *wrong), dump("float64"), dump("float32"), None, Rule({}, None, 16, "reference")
+        ).cases[0]
+        assert case.first_divergence is not None
+        assert case.first_divergence.name == f"layers.{wrong[0]}.mlp"
 
 
 def test_it_needs_neither_torch_nor_jax(sides, tmp_path):
