@@ -27,7 +27,7 @@ CEILINGS = {
     "lines of tests' code": 22_094,
     "lines of source": 44_044,
     "lines of tests": 28_634,
-    "words of docs": 26_835,
+    "words of docs": 27_640,
     "settings without description": 0,
 }
 
