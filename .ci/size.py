@@ -23,10 +23,10 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 30_930,
-    "lines of tests' code": 22_094,
-    "lines of source": 44_044,
-    "lines of tests": 28_634,
+    "lines of code": 30_990,
+    "lines of tests' code": 22_150,
+    "lines of source": 44_120,
+    "lines of tests": 28_715,
     "words of docs": 27_640,
     "settings without description": 0,
 }

@@ -50,23 +50,29 @@ def compare(
         only: patterns of the names that are compared; all, where there is none.
         tell: called after each array with its name, its number and how many there are.
 
-    Raises UserError: no name in common, or a truth that is no finer than the candidate.
+    Raises UserError: no name in common; a truth that is no finer than the candidate; or a reference that is another
+        computation, or makes other roundings.
     """
     started, created = time.perf_counter(), datetime.now(UTC)
     right = truth or against
     assert right is not None, "the command asks for one of them"
+    dumps = {"candidate": candidate, "truth": truth, "reference": reference, "against": against}
+    settings = {role: dump.source for role, dump in dumps.items() if dump is not None}
+    _refuse_own_reference(settings)
     pairs, problems, apart = _pair(candidate, right, reference, only)
     if truth is not None:
         _refuse_coarse(pairs, rule.dtype)
     found, not_judged = measure_all(pairs, rule, tell)
     problems += not_judged
+    if not problems and not any(np.prod(f.measure.shape) for f in found):
+        raise UserError(f"candidate {candidate.source}: no array holds a number: there is nothing to judge")
     divergence, notes = None, []
-    if first := next((f for f in found if not f.measure.passed), None):
+    first = next((f for f in found if not f.measure.passed), None)
+    _refuse_other_roundings(found, first is None)
+    if first:
         divergence = _diverges(first, found, pairs, rule, {**candidate.config, **right.config})
         notes = _notes(first, found, pairs, rule)
     # One shape of report for all verbs: a dump is a case.
-    dumps = {"candidate": candidate, "truth": truth, "reference": reference, "against": against}
-    settings = {role: dump.source for role, dump in dumps.items() if dump is not None}
     command = shlex.join(["parity", *sys.argv[1:]])
     seconds = time.perf_counter() - started
     report = CaseReport(
@@ -117,10 +123,15 @@ def _pair(
         if len(true) == 1:  # else ranks on both sides: each against its own
             shape = true[0].load().shape
             mine, other = _joined(mine, shape), _joined(other, shape) if other else []
-        several = max(len(mine), len(true)) > 1
-        for rank, array in enumerate(mine if len(true) == 1 else mine[: len(true)]):
-            label = f"{name} [rank {rank}]" if several else name
-            pairs[label] = (array, true[min(rank, len(true) - 1)], other[min(rank, len(other) - 1)] if other else None)
+        several = max(len(mine), len(true), len(other))
+        alone = len(true) == 1  # replicas are compared with it, each
+        for role, ranks in (("candidate", mine), ("truth", true), ("reference", other)):
+            if len(ranks) != several and not (alone and len(ranks) == 1) and (ranks or reference):
+                raise UserError(f"{role}: {name} comes from {len(ranks)} ranks, and elsewhere from {several}; give all")
+        for rank in range(several):
+            label = f"{name} [rank {rank}]" if several > 1 else name
+            theirs = other[rank if len(other) > 1 else 0] if other else None
+            pairs[label] = (mine[rank if len(mine) > 1 else 0], true[0 if alone else rank], theirs)
     notes = [f"not compared: {len(apart)} names that the engines do not share ({some(apart)})"] if apart else []
     return pairs, problems, notes
 
@@ -157,6 +168,30 @@ def _joined(ranks: Sequence[Array], shape: tuple[int, ...]) -> list[Array]:
     if len(fits) != 1:
         return list(ranks)  # their shapes are a finding
     return [Array(ranks[0].dtype, lambda: np.concatenate([array.load() for array in ranks], fits[0]))]
+
+
+def _refuse_own_reference(sources: Mapping[str, str]) -> None:
+    for role in ("candidate", "truth"):
+        paths = [Path(source) for name in (role, "reference") if (source := sources.get(name))]
+        if len(paths) == 2 and paths[0].exists() and paths[0].resolve() == paths[1].resolve():
+            raise UserError(
+                f"reference: {paths[1]} is the {role}, too: what it does wrong would pass; give another run"
+            )
+
+
+def _refuse_other_roundings(found: Sequence[Found], passed: bool) -> None:
+    """A coarser reference lets mistakes pass; by a finer one right code fails."""
+    sides = {f.coarser for f in found if f.dtype and f.size}
+    if sides == {1} and passed:
+        raise UserError(
+            "reference: all its arrays are coarser than the candidate's, so that mistakes pass, too; record it in the "
+            "candidate's dtype, or say with --dtype what the candidate computes in"
+        )
+    if sides == {-1} and not passed:
+        raise UserError(
+            "reference: all its arrays are finer than the candidate's, so that it lacks the candidate's roundings; "
+            "record it in the candidate's dtype"
+        )
 
 
 def _refuse_coarse(pairs: Mapping[str, Sides], dtype: str | None) -> None:

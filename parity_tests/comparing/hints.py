@@ -93,7 +93,7 @@ def explain(measure: Measure, known: Known, before: list[str]) -> str | None:
         return None
     mine, true = known.candidate[name], known.truth[name]
     if measure.allowance == 0:
-        return _explain_integers(mine, true)
+        return _explain_integers(mine, true, "position" in name)
     if not (np.isfinite(mine) & np.isfinite(true)).all():
         return None
     found = None
@@ -176,12 +176,12 @@ _CAUSES = {
 }
 
 
-def _explain_integers(mine: np.ndarray, true: np.ndarray) -> str | None:
+def _explain_integers(mine: np.ndarray, true: np.ndarray, positions: bool) -> str | None:
     if mine.ndim == 2 and mine.shape[1] > 1:
         for by, words in ((1, "too late"), (-1, "too early")):
             if np.array_equal(np.roll(true, by, 1)[:, 1:-1], mine[:, 1:-1]):
                 return f"they are one token {words}: shifted once more, or not at all"
-        if mine.dtype.kind in "iu":
+        if positions and mine.dtype.kind in "iu":
             return describe_shifts(mine - true)
     return None
 

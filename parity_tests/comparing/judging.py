@@ -48,6 +48,7 @@ class Found:
     dtype: str | None = None
     reference: float = 0.0  # the relative error of the reference
     size: float = 0.0
+    coarser: int = 0  # 1 where the reference's dtype is coarser than the candidate's, -1 where it is finer
 
 
 def choose(names: Iterable[str], only: Sequence[str]) -> list[str]:
@@ -83,10 +84,12 @@ def _likely_errors(found: Mapping[str, Found]) -> dict[str, float]:
     """For each array of few values what a reference may well err: its size times the relative error of its kind.
 
     The kind is the same array of every layer; for one outside the layers, all of its stage with as many axes; for a
-    single number, all of its stage, or of the forward pass.
+    single number, all of its stage, or of the forward pass. An array that is 0 in truth (the gradient of k where a
+    token sees itself alone) has no size: there the errors of its kind count as they are.
     """
     errors: dict[tuple[Any, ...], list[float]] = {}
     kinds: dict[str, list[tuple[Any, ...]]] = {}
+    likely: dict[str, float] = {}
     for f in found.values():
         if f.dtype and f.size:
             group, tap, shape = f.measure.group, f.measure.tap, f.measure.shape
@@ -95,7 +98,9 @@ def _likely_errors(found: Mapping[str, Found]) -> dict[str, float]:
                 errors.setdefault(kind, []).append(f.reference)
             if len(shape) <= 1 or np.prod(shape) < FEW:
                 kinds[f.name] = [*own, ("forward",)]
-    likely = {}
+        elif f.dtype and not f.measure.passed:
+            alike = [one.reference * one.size for one in found.values() if one.measure.group == f.measure.group]
+            likely[f.name] = float(np.sqrt(np.mean(np.square(alike))))
     logits = next((f for name, f in found.items() if name.endswith(("logits", "lm_head"))), None)
     for name, own in kinds.items():
         own_measure = found[name].measure
@@ -125,22 +130,32 @@ def _measure(
             problems[name] = f"{name} has shape {list(x.shape)} in the {role}, not {list(true.shape)}"
             return None
     if truth.dtype is None or _is_mask(true):
+        _refuse_other_inputs(name, other, true)
         return Found(name, measure.judge_exactly(name, mine, true, truth.dtype is not None))
     if candidate.dtype is None:
         problems[name] = f"{name} is {truth.dtype}; the candidate's holds integers"
         return None
     if true.size == 0:
         return Found(name, measure.judge_exactly(name, mine, true))
-    dtype = rule.dtype or candidate.dtype
+    dtype, coarser = rule.dtype or candidate.dtype, 0
     if rule.dtype is None and reference is not None and reference.dtype is not None:
         # Half precision that was widened to be stored, on both sides; of one side it is a fault.
         own, others = _dtype_of_values(mine, candidate.dtype), _dtype_of_values(other, reference.dtype)
         dtype = own if own == others else candidate.dtype
-    if mine.size <= measure.AT_ONCE and (broken := measure.where_not_finite(mine, true)):
-        problems[name] = f"{name} is {broken}"
+        coarser = 0 if own == others else int(np.sign(UNIT_ROUNDOFF[others] - UNIT_ROUNDOFF[candidate.dtype]))
     axes = _axes(name, true.ndim, rule) if rule.kind == "reference" else None
     view, axes = _canonical(axes)
     verdict = judge(view(mine), view(true), view(other), dtype, axes, inherits=True, likely_error=likely)
+    if not np.isfinite([verdict.error, verdict.reference]).all():
+        # Both may be infinite, in the same places.
+        for role, x, right in (
+            ("truth", np.where(np.isinf(true), 0.0, true), np.zeros(())),
+            ("reference", other, true),
+        ):
+            if broken := measure.where_not_finite(x, right):
+                raise UserError(f"{role}: {name} is {broken}; nothing can be judged by it: record it again")
+        if broken := measure.where_not_finite(mine, true):
+            problems[name] = f"{name} is {broken}"
     verdict = _without_reference(verdict, dtype, rule, _roundings(name, rule, depth))
     profile = None
     if not verdict.passed and group_of(name) == "forward" and true.ndim >= 3 and rule.kind == "reference":
@@ -148,7 +163,14 @@ def _measure(
     relative, expected = (
         x / verdict.size if verdict.size else float(x > 0) for x in (verdict.error, verdict.reference)
     )
-    return Found(name, measure.from_verdict(name, true, verdict, profile), relative, dtype, expected, verdict.size)
+    judged = measure.from_verdict(name, true, verdict, profile)
+    return Found(name, judged, relative, dtype, expected, verdict.size, coarser)
+
+
+def _refuse_other_inputs(name: str, reference: np.ndarray, truth: np.ndarray) -> None:
+    """What the reference errs says nothing, if it computed something else."""
+    if name.rpartition(": ")[2].startswith("inputs.") and not np.array_equal(reference, truth):
+        raise UserError(f"reference: {name} is not the truth's: record both on the same inputs")
 
 
 def _without_reference(verdict: Verdict, dtype: str, rule: Rule, roundings: int) -> Verdict:
@@ -196,14 +218,17 @@ def _canonical(axes: str | None) -> tuple[Callable[[np.ndarray], np.ndarray], st
 
 
 def _is_mask(truth: np.ndarray) -> bool:
-    """Whether all numbers are 0 or mean "not seen"."""
-    flat, seen = truth.reshape(-1), False
+    """Whether all numbers are 0 or one large negative number, which means "not seen", and there are both."""
+    flat, zeros, low = truth.reshape(-1), False, None
     for start in range(0, flat.size, measure.AT_ONCE):
         x = flat[start : start + measure.AT_ONCE].astype(np.float32)
-        if not ((x == 0) | (x <= measure.MASKED)).all():
-            return False
-        seen = seen or bool((x != 0).any())
-    return seen
+        below = x[x != 0]
+        zeros = zeros or below.size < x.size
+        if below.size:
+            low = below[0] if low is None else low
+            if not low <= measure.MASKED or (below != low).any():
+                return False
+    return zeros and low is not None
 
 
 def _dtype_of_values(x: np.ndarray, stored: str) -> str:

@@ -87,11 +87,13 @@ def where(measure: Measure) -> str:
 
 def how_much(measure: Measure, sides: tuple[np.ndarray, np.ndarray] | None = None) -> str:
     """`41 times the allowance`. sides: the array of both, where what is not finite is to have its place."""
-    if measure.allowance == 0 and measure.error == int(measure.error):
-        return f"{int(measure.error)} of {int(np.prod(measure.shape))} entries differ, and none may"
-    if not np.isfinite(measure.ratio):
+    if not np.isfinite(measure.error):
         broken = where_not_finite(*sides) if sides else None
         return broken or "the error is not finite"
+    if measure.allowance == 0 and measure.error == int(measure.error):
+        return f"{int(measure.error)} of {int(np.prod(measure.shape))} entries differ, and none may"
+    if measure.allowance == 0:
+        return f"errs by {measure.error:.3g} where nothing is allowed"
     return f"{measure.ratio:.3g} times the allowance"
 
 

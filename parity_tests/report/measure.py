@@ -42,12 +42,14 @@ def measure(
 
 
 def judge_exactly(name: str, candidate: np.ndarray, truth: np.ndarray, is_mask: bool = False) -> Measure:
-    """The error is the number of other entries; of a mask every large negative number says the same."""
+    """The error is the number of other entries; of a mask (0 or one number) every large negative number is the same."""
     first, count = 0, 0
     mine, true = candidate.reshape(-1), truth.reshape(-1)
     for start in range(0, true.size, AT_ONCE):
         block = slice(start, start + AT_ONCE)
-        differs = (mine[block] <= MASKED) != (true[block] <= MASKED) if is_mask else mine[block] != true[block]
+        differs = mine[block] != true[block]
+        if is_mask:
+            differs &= ~((mine[block] <= MASKED) & (true[block] <= MASKED))
         if count == 0 and differs.any():
             first = start + int(differs.argmax())
         count += int(differs.sum())

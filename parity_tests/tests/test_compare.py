@@ -215,6 +215,109 @@ def test_a_mistake_is_one_line_and_exits_with_2(sides, tmp_path, monkeypatch, op
     assert says in line or options[0] == "T/.."
 
 
+def _at(x: np.ndarray, value: float) -> np.ndarray:
+    return np.where(np.arange(x.size).reshape(x.shape) == 5, value, x).astype(x.dtype)
+
+
+_OTHER = np.arange(B * T).reshape(B, T)
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "change", "says"),
+    [
+        ("reference", "inputs.input_ids", lambda x: _OTHER, "reference: inputs.input_ids is not the truth's"),
+        ("reference", "layers.0.q", lambda x: _at(x, np.nan), "reference: layers.0.q is NaN at [0, 0, 0, 5], 1 of"),
+        ("reference", "layers.0.q", lambda x: _at(x, np.inf), "reference: layers.0.q is infinite at [0, 0, 0, 5]"),
+        ("truth", "layers.1.mlp", lambda x: _at(x, np.nan), "truth: layers.1.mlp is NaN at [0, 0, 5], 1 of"),
+        (
+            "reference",
+            None,
+            lambda x: x.astype(ml_dtypes.float8_e5m2),
+            "all its arrays are coarser than the candidate",
+        ),
+        ("all", None, lambda x: x[:0], "no array holds a number"),
+    ],
+)
+def test_a_side_that_can_judge_nothing_is_refused(sides, tmp_path, role, name, change, says):
+    _, truth, candidate = sides
+    dumps = {"truth": truth, "reference": {n: rounded(x, 1) for n, x in truth.items()}, "candidate": candidate}
+    for which, arrays in dumps.items():
+        floats = [n for n, x in arrays.items() if x.dtype.kind not in "ib" and n != "mask"]
+        names = () if role not in (which, "all") else [name] if name else floats
+        changed = arrays | {n: change(arrays[n]) for n in names}
+        dumps[which] = {n: changed[n] for n in floats} if role == "all" else changed
+        write(tmp_path / f"{which}.safetensors", dumps[which])
+    done = run(tmp_path, dumps["candidate"])
+    assert (done.exit_code, says in done.stderr) == (2, True), done.output
+
+
+def test_right_code_is_not_failed_by_a_finer_reference(tmp_path):
+    x = np.random.default_rng(0).standard_normal((B, T, M))
+    write(tmp_path / "truth.safetensors", {"a": x})
+    write(tmp_path / "reference.safetensors", {"a": x.astype(np.float32)})
+    done = run(tmp_path, {"a": rounded(x * (1 + 2.0**-7), 2)})
+    assert (done.exit_code, "its arrays are finer than the candidate's" in done.stderr) == (2, True), done.output
+
+
+def test_a_file_is_not_its_own_reference(sides, tmp_path):
+    _, truth, candidate = sides
+    for name, arrays in (("reference", candidate), ("truth", truth)):
+        write(tmp_path / f"{name}.safetensors", arrays)
+    path = write(tmp_path / "candidate.safetensors", candidate)
+    for reference in (path, tmp_path / "truth.safetensors"):
+        given = [str(path), "--truth", str(tmp_path / "truth.safetensors"), "--reference", str(reference)]
+        done = CliRunner().invoke(cli.app, ["compare", *given])
+        assert (done.exit_code, "give another run" in done.stderr) == (2, True), done.output
+
+
+@pytest.mark.parametrize(
+    ("of_truth", "of_candidate", "says"),
+    [
+        (np.array([-23456.7]), np.array([-99999.0]), "times the allowance"),
+        (np.full((1, 8, 8), -2e4), np.full((1, 8, 8), -6e4), "times the allowance"),
+        (np.where(np.tri(8), 0, -1e9), np.where(np.tri(8), 5.0, -1e9), "36 of 64 entries differ"),
+        (
+            np.where(np.tri(8), 0, -1e9),
+            np.where(np.eye(8), np.nan, np.where(np.tri(8), 0, -1e9)),
+            "8 of 64 entries differ",
+        ),
+        (np.where(np.tri(8), 0, -1e9), np.where(np.tri(8, k=-1), 0, -1e9), "8 of 64 entries differ"),
+        (np.where(np.tri(8), 0, -1e9), np.where(np.tri(8), 0, -np.inf), None),
+    ],
+)
+def test_a_mask_is_two_numbers_and_large_ones_are_judged(tmp_path, of_truth, of_candidate, says):
+    x = np.random.default_rng(0).standard_normal((1, 8, 64))
+    for role, own in (("truth", of_truth), ("reference", of_truth.astype(np.float32))):
+        write(tmp_path / f"{role}.safetensors", {"a": rounded(x, 1, np.float32) if role != "truth" else x, "mask": own})
+    done = run(tmp_path, {"a": rounded(x, 2, np.float32), "mask": of_candidate.astype(np.float32)})
+    assert (done.exit_code, says is None or says in done.stdout) == (int(says is not None), True), done.output
+
+
+@pytest.mark.parametrize(("candidate", "truth", "reference"), [(1, 2, 2), (2, 2, 1), (2, 1, 3), (3, 2, 2)])
+def test_ranks_that_one_side_lacks_are_missed(tmp_path, candidate, truth, reference):
+    x = np.random.default_rng(0).standard_normal((1, 8, 64))
+    for role, ranks in (("candidate", candidate), ("truth", truth), ("reference", reference)):
+        (tmp_path / role).mkdir()
+        for rank in range(ranks):
+            array = x + rank if role == "truth" else rounded(x + rank, len(role))
+            write(tmp_path / role / f"rank{rank}.safetensors", {"a": array})
+    given = [str(tmp_path / role) for role in ("candidate", "truth", "reference")]
+    done = CliRunner().invoke(cli.app, ["compare", given[0], "--truth", given[1], "--reference", given[2]])
+    assert (done.exit_code, "ranks, and elsewhere from" in done.stderr) == (2, True), done.output
+
+
+@pytest.mark.parametrize("error", [1e-11, 1e-5])
+def test_what_is_0_in_truth_may_err_as_its_kind_does(sides, tmp_path, error):
+    """The gradient of k where every token sees itself alone: 0 by cancelling, or nearly."""
+    _, truth, candidate = sides
+    name = "gradients.layers.0.k.weight"
+    reference = {n: rounded(x, 1) for n, x in truth.items()}
+    for role, arrays in (("truth", truth), ("reference", reference)):
+        write(tmp_path / f"{role}.safetensors", arrays | {name: np.zeros((M, M), arrays["loss"].dtype)})
+    done = run(tmp_path, candidate | {name: np.full((M, M), error, ml_dtypes.bfloat16)})
+    assert done.exit_code == int(error > 1e-6), done.output
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
 @pytest.mark.parametrize("widened", [False, True])
 def test_half_precision_is_judged_as_what_its_values_are(tmp_path, dtype, widened):
@@ -249,9 +352,9 @@ def test_the_order_is_that_of_the_computation(tmp_path):
 
 @pytest.mark.sweep
 def test_memory_is_that_of_a_block_and_not_of_the_array(tmp_path):
-    """Files with a hole, read by a process of its own: 64 MiB and twice 128."""
+    """Files with a hole, read by a process of its own: twice 64 MiB and once 128."""
     count = 2**25
-    for side, (code, size) in {"a": ("BF16", 2), "b": ("F32", 4)}.items():
+    for side, (code, size) in {"a": ("BF16", 2), "b": ("F32", 4), "c": ("BF16", 2)}.items():
         array = {"dtype": code, "shape": [1, count // 64, 64], "data_offsets": [0, count * size]}
         text = json.dumps({"layers.0.mlp": array}).encode()
         with (tmp_path / side).open("wb") as file:
@@ -263,7 +366,7 @@ def test_memory_is_that_of_a_block_and_not_of_the_array(tmp_path):
         tracemalloc.start()
         atexit.register(lambda: print(tracemalloc.get_traced_memory()[1] >> 20))
         app(sys.argv[1:])"""
-    arguments = ["compare", str(tmp_path / "a"), "--truth", str(tmp_path / "b"), "--reference", str(tmp_path / "a")]
+    arguments = ["compare", str(tmp_path / "a"), "--truth", str(tmp_path / "b"), "--reference", str(tmp_path / "c")]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert "SAME" in done.stdout, done.stderr
     assert int(done.stdout.split()[-1]) < 600  # in float64 the three arrays alone are 768
