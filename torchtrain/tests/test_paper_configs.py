@@ -101,22 +101,12 @@ def slimpajama(tmp_path_factory) -> Path:
     """A folder laid out as SlimPajama-627B is: splits of chunks of .jsonl.zst files, one with two frames."""
     folder = tmp_path_factory.mktemp("SlimPajama")
     compress = zstandard.ZstdCompressor().compress
-    for split, chunk, number in (
-        ("train", 1, 0),
-        ("train", 1, 1),
-        ("train", 2, 0),
-        ("validation", 1, 0),
-        ("test", 1, 0),
-    ):
+    files = [("train", 1, 0), ("train", 1, 1), ("train", 2, 0), ("validation", 1, 0), ("test", 1, 0)]
+    for split, chunk, number in files:
         path = folder / split / f"chunk{chunk}" / f"example_{split}_{number}.jsonl.zst"
         path.parent.mkdir(parents=True, exist_ok=True)
-        records = [
-            {
-                "text": f"{split} {chunk} {number} {i}",
-                "meta": {"redpajama_set_name": f"RedPajama{('C4', 'Book')[i % 2]}"},
-            }
-            for i in range(4)
-        ]
+        sets = [{"redpajama_set_name": f"RedPajama{name}"} for name in ("C4", "Book") * 2]
+        records = [{"text": f"{split} {chunk} {number} {i}", "meta": meta} for i, meta in enumerate(sets)]
         lines = [json.dumps(record).encode() + b"\n" for record in records]
         path.write_bytes(compress(b"".join(lines[:3])) + compress(lines[3]))
     return folder
