@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torchtrain
 from examples.tiny import tiny_llama, tiny_rows
 from parity_tests.record import record
-from torchtrain.config import Config
+from torchtrain.config import DistributedConfig, TrainConfig
 from torchtrain.distributed.world import World, read_ranks
 from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import make_strategy
@@ -24,11 +24,9 @@ FOLDER = Path(gettempdir()) / "same_on_two_ranks"
 
 def write(path: Path, dtype: torch.dtype, rank: int = 0, ranks: int = 1) -> Path:
     """Record the forward and backward pass of a step."""
-    made: dict = {"run": {"folder": "none"}, "model": {"source": "none"}, "data": {"sources": [{"demo": "code"}]}}
-    made |= {"pack": {"sequence_length": 32}, "distributed": {"sequence_parallel": ranks}}
-    made |= {"train": {"micro_batch": 4, "sequences_per_step": 4}}
+    distributed, train = DistributedConfig(sequence_parallel=ranks), TrainConfig(micro_batch=4, sequences_per_step=4)
     model, world = torchtrain.attach(tiny_llama().to(dtype), engine="sdpa"), World(rank, ranks, ranks)
-    strategy = make_strategy(model, "sdpa", Config.model_validate(made), world)
+    strategy = make_strategy(model, "sdpa", distributed, train, world)
     batch = torchtrain.collate(list(tiny_rows())[:4])
     batch["domain_ids"] = torch.zeros_like(batch["input_ids"])
     with record(model, path):

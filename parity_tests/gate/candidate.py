@@ -39,7 +39,7 @@ from torchtrain.attention import make_plan, resolve_engine
 from torchtrain.attention.engines.flash import leave_newer
 from torchtrain.attention.hf import KEEPS_ANCHOR, implementation_name
 from torchtrain.attention.masks import caps_scores
-from torchtrain.config import Config, DistributedConfig, ModelConfig, PackConfig, RopeConfig, TrainConfig
+from torchtrain.config import DistributedConfig, ModelConfig, PackConfig, RopeConfig, TrainConfig
 from torchtrain.data import stack_rows
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.data.weights import LossWeights
@@ -182,9 +182,7 @@ def _on_ranks(
 
 
 def _strategy(engine: str, model: Any, train: TrainConfig, world: World) -> Replicated:
-    # Of the config it is these that a strategy reads; the schema knows no float16.
-    config = Config.model_construct(train=train, distributed=DistributedConfig())
-    strategy = make_strategy(model, engine, config, world)
+    strategy = make_strategy(model, engine, DistributedConfig(), train, world)
     assert isinstance(strategy, Replicated)
     return strategy
 

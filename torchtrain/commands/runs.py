@@ -121,7 +121,7 @@ def resume(
         config = RunFolder(folder).read_config(overrides or [])
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
         if os.environ.get("RANK", "0") == "0":
-            RunFolder(folder).check_places(config)
+            RunFolder(folder).check_places(config.model.source, config.data)
             _check_cheaply(config)
 
         from torchtrain.run.recipe import resume as run  # isort: skip

@@ -11,7 +11,7 @@ from torchtrain.config.model import Engine, LoraSettings, ModelConfig, Recomputa
 from torchtrain.config.pack import BASE_VARIANTS, PackConfig, Variant
 from torchtrain.config.preparation import Preparation, PrepareConfig, TokenizerConfig
 from torchtrain.config.rope import PAPER_ROPE_THETA, ROPE_PARAMETERS, RopeConfig
-from torchtrain.config.run import LogConfig, SaveConfig
+from torchtrain.config.run import EvaluationConfig, LogConfig, SaveConfig
 from torchtrain.config.section import MOST_TOKENS, Count, Name, PathText, Real, Section
 from torchtrain.config.train import LossWeightConfig, TrainConfig
 
@@ -26,6 +26,7 @@ __all__ = [
     "DataConfig",
     "DistributedConfig",
     "Engine",
+    "EvaluationConfig",
     "LogConfig",
     "LoraSettings",
     "LossWeightConfig",

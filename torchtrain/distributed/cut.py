@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtrain.config import Config
+from torchtrain.config import DistributedConfig, TrainConfig
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import deepspeed_config, import_deepspeed
 
@@ -22,14 +22,14 @@ from torchtrain.distributed.zero import deepspeed_config, import_deepspeed
 class Cutter:
     """Cuts parameters up as DeepSpeed's engine for ZeRO 3 does, before the engine exists."""
 
-    def __init__(self, config: Config, world: World) -> None:
-        self.world = world
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+    def __init__(self, distributed: DistributedConfig, train: TrainConfig, dtype: torch.dtype, world: World) -> None:
+        self.world, self._dtype = world, dtype
         deepspeed = import_deepspeed()
         deepspeed.init_distributed(verbose=False)
         with redirect_stdout(StringIO()):
             # The module is empty: only the set-up (also of `F.linear`) for later parameters is needed.
-            self._init: Any = deepspeed.zero.Init(nn.Module(), config_dict_or_path=deepspeed_config(config, world))
+            made = deepspeed_config(distributed, train, dtype, world)
+            self._init: Any = deepspeed.zero.Init(nn.Module(), config_dict_or_path=made)
 
     def cut(self, parameter: nn.Parameter) -> None:
         """Replace a whole parameter by this rank's part, in the run's dtype, where the config keeps weights."""

@@ -4,22 +4,22 @@ from typing import TYPE_CHECKING
 
 from anchorline.errors import UserError
 from torchtrain.attention.masks import CARRY_A_STATE, layer_windows
-from torchtrain.config import Config
+from torchtrain.config import DistributedConfig, TrainConfig
 from torchtrain.distributed.world import World
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def check_layout(config: Config, processes: int) -> None:
+def check_layout(distributed: DistributedConfig, train: TrainConfig, processes: int) -> None:
     """Check that groups that share a row divide the processes, and micro-batches a step. Raises UserError."""
-    shared = config.distributed.sequence_parallel
+    shared = distributed.sequence_parallel
     if processes % shared:
         raise UserError(
             f"distributed.sequence_parallel {shared}: does not divide {_processes(processes)}; start a multiple of "
             f"{shared} with torchrun --nproc_per_node N, or lower it"
         )
-    train, data_parallel = config.train, processes // shared
+    data_parallel = processes // shared
     if train.sequences_per_step % (train.micro_batch * data_parallel):
         raise UserError(
             f"train.sequences_per_step {train.sequences_per_step}: no multiple of {train.micro_batch * data_parallel} "
@@ -28,13 +28,13 @@ def check_layout(config: Config, processes: int) -> None:
         )
 
 
-def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
+def check_heads(distributed: DistributedConfig, model_config: "PretrainedConfig") -> None:
     """Check that the attention heads divide among the ranks that share a row.
 
     Fewer key/value heads than ranks are repeated, if their number divides the ranks. Raises UserError: the heads do not
     divide, or the model's layers cannot be shared.
     """
-    shared = config.distributed.sequence_parallel
+    shared = distributed.sequence_parallel
     if shared == 1:
         return
     text_config = model_config.get_text_config()
@@ -49,7 +49,7 @@ def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
             f"distributed.sequence_parallel {shared}: {model_config.model_type} has layers that carry a state through "
             f"a row ({kinds[0]}), which ranks do not exchange; set it to 1"
         )
-    if config.distributed.share == "documents" and set(layer_windows(model_config)) != {None}:
+    if distributed.share == "documents" and set(layer_windows(model_config)) != {None}:
         raise UserError(
             f"distributed.share documents: {model_config.model_type} has sliding windows, which count tokens of the "
             "whole row; set it to heads"
@@ -72,9 +72,8 @@ def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
         )
 
 
-def describe(config: Config, world: World) -> str:
+def describe(distributed: DistributedConfig, train: TrainConfig, world: World) -> str:
     """Return a line about how a step is spread over the processes."""
-    distributed, train = config.distributed, config.train
     rows = train.micro_batch * world.data_parallel
     shared = f", each shared by {world.sequence_parallel}" if world.sequence_parallel > 1 else ""
     shared += ", by whole documents where they divide evenly" if shared and world.whole_documents else ""

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from torchtrain.config import Config
+from torchtrain.config import DistributedConfig, TrainConfig
 from torchtrain.distributed.world import World
 
 # Elements. DeepSpeed's defaults (5e8, 1e9) reserve gigabytes. A parameter larger than a bucket is sent alone.
@@ -17,11 +17,12 @@ BUCKET = 50_000_000
 GATHERED = 500_000_000
 
 
-def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
-    """Return the dictionary for `deepspeed.initialize`, for ZeRO 1 to 3. Gradients are summed in float32 over
-    micro-batches and ranks; the optimizer (torch's AdamW) and the learning rate are ours.
+def deepspeed_config(
+    distributed: DistributedConfig, train: TrainConfig, dtype: torch.dtype, world: World
+) -> dict[str, Any]:
+    """Return the dictionary for `deepspeed.initialize`, for ZeRO 1 to 3, of a model of this dtype. Gradients are summed
+    in float32 over micro-batches and ranks; the optimizer (torch's AdamW) and the learning rate are ours.
     """
-    distributed, train = config.distributed, config.train
     pinned = {"device": "cpu", "pin_memory": world.device.type == "cuda"}
     zero: dict[str, Any] = {
         "stage": distributed.zero_stage,
@@ -40,7 +41,7 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
         "gradient_accumulation_steps": train.sequences_per_step // (train.micro_batch * world.data_parallel),
         "gradient_clipping": train.clip_norm or 0.0,
         "bf16": {
-            "enabled": config.model.dtype == "bfloat16",
+            "enabled": dtype == torch.bfloat16,
             "check_grad_overflow": True,  # a gradient that is not finite changes no weight
             "immediate_grad_update": True,  # ZeRO 1 keeps no second set of gradients in bfloat16
         },
@@ -50,11 +51,6 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
     }
-
-
-def gradient_divisor(config: Config, world: World) -> int:
-    """Return by what DeepSpeed divides a gradient's sum: data-parallel groups, or under ZeRO 3 all ranks."""
-    return world.size if config.distributed.zero_stage == 3 else world.data_parallel
 
 
 @contextmanager

@@ -61,12 +61,12 @@ def evaluate(
     Raises UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
     Raises TasksUnfinished: a process was killed.
     """
-    check_suite(suite, lengths)
+    tasks, materials = check_suite(suite, lengths), Materials(suite)
     context = _start_imports() if processes > 1 else None
     models = [_open(checkpoint, suite, lengths, anchor, say) for checkpoint in checkpoints]
     with kept.writing_to_out():
         out.mkdir(parents=True, exist_ok=True)
-    jobs = [list_jobs(model, suite, lengths, out, say) for model in models]  # all checks come before any weight
+    jobs = [list_jobs(model, tasks, materials, out, say) for model in models]  # all checks come before any weight
     jobs = [sorted(own, key=lambda job: -job.length) for own in jobs]  # memory that does not suffice shows at once
     if any(jobs) and suite.samples > _FEW and not torch.cuda.is_available():
         say(f"pace      {suite.samples} samples of each task take long without a GPU; a first look: --samples {_FEW}")
@@ -87,7 +87,7 @@ def evaluate(
     else:
         for model, own in zip(models, jobs, strict=True):
             measure(model, own, suite, out, log=log, say=say)
-    paths = [kept.result_path(out, of.checkpoint.name, *each) for of in models for each in tasks_of(suite, lengths)]
+    paths = [kept.result_path(out, of.checkpoint.name, *task) for of in models for task in tasks]
     return [kept.read_result(path) for path in paths if path.is_file()]
 
 
@@ -137,16 +137,18 @@ def _measure_share(
         measure(model, take(of), suite, out, log=log, say=partial(print, file=sys.stderr, flush=True))
 
 
-def check_suite(suite: Suite, lengths: Sequence[int]) -> None:
-    """Check what needs no model. Raises UserError: an unknown task, or a package that is missing."""
+def check_suite(suite: Suite, lengths: Sequence[int]) -> list[tuple[str, int]]:
+    """Check what needs no model, and return `tasks_of`. Raises UserError: an unknown task, or a missing package."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("the package lm_eval is not installed: pip install 'anchorline[eval]'")
     if suite.device_map is not None:
         check_can_spread(suite.device_map)
-    names = {name for name, _ in tasks_of(suite, lengths)}
+    tasks = tasks_of(suite, lengths)
+    names = {name for name, _ in tasks}
     for old, new in IN_2024.items():
         if {old, new} <= names:
             raise UserError(f"tasks: {new} and {old} are one task at two times; keep one")
+    return tasks
 
 
 def _open(
@@ -154,7 +156,7 @@ def _open(
 ) -> EvaluatedModel:
     folder = resolve_source(checkpoint.source, suite.cache, say)
     config, tokenizer = open_config(folder), open_tokenizer(folder)
-    check_tokenizer(tokenizer, checkpoint.source, suite)
+    check_tokenizer(tokenizer, checkpoint.source, suite.chat_template)
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and max(lengths) > most:
         raise UserError(
@@ -184,10 +186,10 @@ def _open(
     return EvaluatedModel(checkpoint, tokenizer, settings, load, folder)
 
 
-def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", source: str, suite: Suite) -> None:
+def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", source: str, chat_template: bool) -> None:
     """Refuse a tokenizer that would falsify the measurement of its model. Raises UserError: it has no words, lacks a
-    chat template where the suite needs one, or appends a special token to a prompt, so that the model would answer
-    after its end.
+    chat template where one is needed, or appends a special token to a prompt, so that the model would answer after its
+    end.
     """
     plain = tokenizer("The grass is green.", add_special_tokens=False).input_ids
     if not plain:  # transformers makes such a tokenizer if there is no file
@@ -198,5 +200,5 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", source: str, suite: Su
             f"{quoted(source)}: its tokenizer appends {tokenizer.convert_ids_to_tokens(last)} to prompts; set "
             "add_eos_token to false in its tokenizer_config.json, or take it out of post_processor in tokenizer.json"
         )
-    if suite.chat_template and not tokenizer.chat_template:
+    if chat_template and not tokenizer.chat_template:
         raise UserError(f"--apply-chat-template: the tokenizer of {quoted(source)} has no chat template; leave it out")

@@ -29,7 +29,7 @@ from torchtrain.evaluation.perplexity import (
     resolve_judge,
 )
 from torchtrain.evaluation.results import Answer, NotRun, TaskResult
-from torchtrain.evaluation.suite import IN_2024, Suite, benchmark_of, longbench_e_part, room_of
+from torchtrain.evaluation.suite import IN_2024, PerplexityConfig, Suite, benchmark_of, longbench_e_part, room_of
 from torchtrain.evaluation.tasks.index import Job, build_job, leaves
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, quiet_library
 from torchtrain.modeling.load import load_for_evaluation
@@ -99,8 +99,8 @@ def make_job(task: str, length: int, materials: Materials, model: EvaluatedModel
 
 def list_jobs(
     model: EvaluatedModel,
-    suite: Suite,
-    lengths: Sequence[int],
+    tasks: Sequence[tuple[str, int]],
+    materials: Materials,
     out: Path | None,
     say: Say,
     replace_old: bool = False,
@@ -108,15 +108,15 @@ def list_jobs(
 ) -> list[Job]:
     """Return the jobs that are left to measure of a model. Report the tasks that cannot run, and those that are done.
 
-    lengths: as for `evaluate`. say: takes one line at a time.
+    tasks: as `tasks_of` returns them. say: takes one line at a time.
     out: folder of the results; None: nothing is read or written there.
     replace_old: measure again the results of other weights, settings or samples, which are refused otherwise.
     cannot: why a task cannot run at a length; what is found out is added, and neither tried nor said again.
     Raises UserError: a task cannot be measured, for another reason than a missing material or too little room.
     """
-    name, jobs, materials = model.checkpoint.name, [], Materials(suite)
+    name, jobs = model.checkpoint.name, []
     cannot = {} if cannot is None else cannot
-    for task, length in tasks_of(suite, lengths):
+    for task, length in tasks:
         line = f"{name} {task} {length:,}"
         path = None if out is None else kept.result_path(out, name, task, length)
         read = kept.read_result(path) if path is not None and path.is_file() else None
@@ -176,7 +176,7 @@ def measure(
             fields = _run(lm, model, job, suite, log)
         else:
             assert suite.perplexity is not None
-            judged = _ask_judge(job, loaded, model.tokenizer, suite, pulse)
+            judged = _ask_judge(job, loaded, model.tokenizer, suite.perplexity, suite.cache, pulse)
             fields = measure_perplexity(loaded, model.tokenizer, suite.perplexity, job.length, pulse, judged)
         result = TaskResult(
             task=job.task,
@@ -198,17 +198,21 @@ def measure(
 
 
 def _ask_judge(
-    job: Job, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", suite: Suite, pulse: Callable[[], None]
+    job: Job,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerFast",
+    config: PerplexityConfig,
+    cache: str,
+    pulse: Callable[[], None],
 ) -> list[list[int]] | None:
-    """Return the key tokens of each document by the judge that the suite names; the cache keeps them for other models.
-    Return None if it names none.
+    """Return the key tokens of each document by the judge of a config; the cache keeps them for other models. Return
+    None if it names none.
     """
-    config = suite.perplexity
-    if config is None or config.key_tokens is None or config.key_tokens.judge is None:
+    if config.key_tokens is None or config.key_tokens.judge is None:
         return None
-    file = expand(suite.cache) / "key_tokens" / f"{_digest(str(model.dtype), job.identity)}.json"
+    file = expand(cache) / "key_tokens" / f"{_digest(str(model.dtype), job.identity)}.json"
     if not file.is_file():
-        folder = resolve_judge(config.key_tokens.judge, suite.cache, tokenizer)
+        folder = resolve_judge(config.key_tokens.judge, cache, tokenizer)
         judge, found = load_for_evaluation(folder, dtype=model.dtype, device=input_device(model)), []
         for ids in long_documents(config, tokenizer, job.length):
             found.append(find_key_tokens(partial(document_losses, judge), ids, config.key_tokens))

@@ -16,12 +16,13 @@ import torch
 from anchorline.errors import UserError, disk_fault, quoted, quoted_reason
 from anchorline.files import resolve
 from torchtrain.checkpoint import rng
-from torchtrain.config import Config
+from torchtrain.config import EvaluationConfig, PackConfig
 from torchtrain.data import anchor_ids
 from torchtrain.evaluation.evaluate import check_suite, check_tokenizer
 from torchtrain.evaluation.measure import Checkpoint, EvaluatedModel, list_jobs, measure
 from torchtrain.evaluation.results import Settings, Training
 from torchtrain.evaluation.suite import load_suite
+from torchtrain.evaluation.tasks.materials import Materials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -30,25 +31,24 @@ if TYPE_CHECKING:
 class TrainingEvaluation:
     """What a run with `evaluation.every` above 0 measures while it trains. Raises UserError: its suite does not fit."""
 
-    def __init__(self, config: Config) -> None:
-        section = config.evaluation
+    def __init__(self, section: EvaluationConfig, pack: PackConfig, dtype: str, run_folder: str) -> None:
         self._suite = load_suite(section.suite, [] if section.samples is None else [f"samples={section.samples}"])
-        self._lengths = sorted({*section.lengths} or {config.pack.sequence_length})
-        self._where = f"evaluation (suite {section.suite}, lengths {', '.join(map(str, self._lengths))})"
-        if self._lengths[-1] > config.pack.sequence_length:
+        lengths = sorted({*section.lengths} or {pack.sequence_length})
+        self._where = f"evaluation (suite {section.suite}, lengths {', '.join(map(str, lengths))})"
+        if lengths[-1] > pack.sequence_length:
             raise UserError(
-                f"evaluation.lengths {self._lengths[-1]}: the model is trained for pack.sequence_length "
-                f"{config.pack.sequence_length}; give no more"
+                f"evaluation.lengths {lengths[-1]}: the model is trained for pack.sequence_length "
+                f"{pack.sequence_length}; give no more"
             )
         if self._suite.device_map is not None:
             raise UserError("evaluation.suite: the model in training answers; remove device_map")
-        if self._suite.dtype not in (None, config.model.dtype):
-            raise UserError(f"evaluation.suite: its dtype is not model.dtype ({config.model.dtype}); remove it there")
+        if self._suite.dtype not in (None, dtype):
+            raise UserError(f"evaluation.suite: its dtype is not model.dtype ({dtype}); remove it there")
         with self._name_the_section():
-            check_suite(self._suite, self._lengths)
+            self._tasks, self._materials = check_suite(self._suite, lengths), Materials(self._suite)
         self._cannot: dict[tuple[str, int], str] = {}  # why a task cannot run at a length
-        self._every, self._dtype, self._pack = section.every, config.model.dtype, config.pack
-        folder = resolve("run.folder", config.run.folder)
+        self._every, self._dtype, self._pack = section.every, dtype, pack
+        folder = resolve("run.folder", run_folder)
         self.out, self._source = folder.with_name(f"{folder.name}-on-the-way"), str(folder)
 
     def check_new(self) -> None:
@@ -66,9 +66,9 @@ class TrainingEvaluation:
         UserError: something cannot be measured for another reason, or nothing can be.
         """
         with _keep_generators(), self._name_the_section():
-            check_tokenizer(tokenizer, model.name_or_path or "the model", self._suite)
+            check_tokenizer(tokenizer, model.name_or_path or "the model", self._suite.chat_template)
             evaluated = self._evaluated(model, tokenizer, 0)
-            if not list_jobs(evaluated, self._suite, self._lengths, None, lambda line: None, cannot=self._cannot):
+            if not list_jobs(evaluated, self._tasks, self._materials, None, lambda line: None, cannot=self._cannot):
                 (task, length), reason = next(iter(self._cannot.items()))
                 raise UserError(
                     f"no task can run: {task} at {length:,}: {reason}; choose longer lengths or other tasks, or set "
@@ -119,7 +119,7 @@ class TrainingEvaluation:
         try:
             with _keep_generators() as put_back:
                 evaluated = self._evaluated(model, tokenizer, step, training, state_digest(model))
-                jobs = list_jobs(evaluated, self._suite, self._lengths, self.out, say, True, self._cannot)
+                jobs = list_jobs(evaluated, self._tasks, self._materials, self.out, say, True, self._cannot)
                 measure(evaluated, jobs, self._suite, self.out, say=say, pulse=on_batch)
         except Exception as error:
             if ending:

@@ -63,7 +63,7 @@ def print_plan(config: Config, machine: Machine, pace: Pace, document_tokens: fl
             f"train.epochs {config.train.epochs:g}: a plan packs no documents, so it takes steps; a run says their "
             "number before the first: train.steps=N"
         )
-    check_layout(config, machine.processes)
+    check_layout(config.distributed, config.train, machine.processes)
     documents = read_documents(config, document_tokens)
     shapes = Shapes(model_config(config))
     memory = count_memory(config, shapes, machine.processes)

@@ -82,7 +82,7 @@ def model_config(config: Config) -> "PretrainedConfig":
     source = resolve_source(config.model.source, config.data.cache, needs="config", trust_remote_code=trusted)
     own = open_config(source, trusted)
     check_config(own, config.pack.sequence_length)
-    check_heads(config, own)
+    check_heads(config.distributed, own)
     return extend(own, config.rope, config.pack.sequence_length)
 
 
@@ -214,8 +214,8 @@ def _layouts(config: Config, shapes: Shapes, processes: int, move_rows: bool) ->
                     changes.append(f"{section}.{field}={'null' if value is None else str(value).lower()}")
             try:
                 changed = Config.model_validate(tree)
-                check_layout(changed, processes)
-                check_heads(changed, shapes.config)
+                check_layout(changed.distributed, changed.train, processes)
+                check_heads(changed.distributed, shapes.config)
             except (ValidationError, UserError):  # settings that do not go together, or not with these processes
                 continue
             yield changes, changed

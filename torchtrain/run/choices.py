@@ -55,15 +55,18 @@ def choose_recomputation(
 
 
 def choose_fused(
-    config: Config, source: str, model_config: "PretrainedConfig", world: World
+    settings: ModelConfig, against: str, source: str, model_config: "PretrainedConfig", world: World
 ) -> tuple[Literal["compile", "none"], str]:
-    """Return `compile` or `none`, and why `auto` does not compile; on all ranks. Raises UserError: torch cannot."""
-    if config.model.fused == "compile":
+    """Return `compile` or `none`, and why `auto` does not compile; on all ranks. Raises UserError: torch cannot.
+
+    against: `Config.not_compiled`.
+    """
+    if settings.fused == "compile":
         check_compiler(world.device)
-    if config.model.fused != "auto" or world.device.type != "cuda":
-        return "compile" if config.model.fused == "compile" else "none", ""
-    why = config.not_compiled.partition(",")[0]
-    if not why and not has_layers(without_weights(source, model_config, config.model.trust_remote_code)):
+    if settings.fused != "auto" or world.device.type != "cuda":
+        return settings.fused if settings.fused == "compile" else "none", ""
+    why = against.partition(",")[0]
+    if not why and not has_layers(without_weights(source, model_config, settings.trust_remote_code)):
         why = f"{model_config.model_type}, which has no decoder layers that can be compiled one by one"
     if not why:
         try:

@@ -37,7 +37,7 @@ def describe_setup(config: Config, setup: "Setup", world: World, log: Callable[[
     if words["threads"]:
         log(f"threads   {words['threads']}")
     if world.size > 1:
-        log(f"processes {world.size}: {describe_layout(config, world)}")
+        log(f"processes {world.size}: {describe_layout(config.distributed, config.train, world)}")
     if words["layers"]:
         log(f"layers    {words['layers']}")
     if loaded.fused == "compile":

@@ -189,10 +189,10 @@ class RunFolder:
             ) from None
         return load_config(self.config, overrides)
 
-    def check_places(self, config: Config) -> None:
+    def check_places(self, source: str, data: DataConfig) -> None:
         """Refuse a relative path that is not here but where the run began. Raises UserError: names that folder."""
         began = self.check_run().began_in
-        for field, place in _places_read(config.model.source, config.data):
+        for field, place in _places_read(source, data):
             if field != "data.cache" and not _is_there("", place) and _is_there(began, place):
                 other = f", or give {field}={Path(began, place)}" if is_free(field) else ""
                 raise UserError(

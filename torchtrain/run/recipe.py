@@ -36,7 +36,7 @@ from torchtrain.planning.flops import FlopCounter
 from torchtrain.products import measure_speed
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.report import Journal, make_progress_printer
-from torchtrain.run.session import Session
+from torchtrain.run.session import Session, read_layout
 from torchtrain.run.setup import Setup, Start, set_up
 from torchtrain.run.start import find_start, make_folder, return_to
 from torchtrain.run.steps import check_finite, take_steps
@@ -93,15 +93,13 @@ def train(
     Raises OtherRankFailed: another rank has an error, and prints it.
     Raises Terminated: SIGTERM or Ctrl-C was obeyed, and the last step is saved.
     """
-    started = time.perf_counter() if started is None else started
-    with Termination() as termination, _join(config) as world, ExitStack() as locks:
-        trainer = Trainer(config, console, world, termination, started)
-        if resume and world.from_first(trainer.folder.is_run()):
-            return trainer.resume(None, locks)
+    with _open(config, console, started) as trainer:
+        if resume and trainer.world.from_first(trainer.folder.is_run()):
+            return trainer.resume(None)
         if resume:
             trainer.log(f"begin     a new run in {trainer.folder.path}")
         trainer.on_model = on_model
-        return trainer.begin(replace, locks)
+        return trainer.begin(replace)
 
 
 def resume(
@@ -119,26 +117,37 @@ def resume(
         `train`.
     Raises OtherRankFailed, Terminated: as `train`.
     """
-    started = time.perf_counter() if started is None else started
-    with Termination() as termination, _join(config) as world, ExitStack() as locks:
-        return Trainer(config, console, world, termination, started).resume(step, locks)
+    with _open(config, console, started) as trainer:
+        return trainer.resume(step)
 
 
 @contextmanager
-def _join(config: Config) -> Iterator[World]:
-    """Join the other processes, and compute as `train.deterministic` says, for as long as the block lasts."""
-    joined = join(config.distributed, for_threads=config.save.asynchronous)
-    with deterministic(config.train.deterministic), joined as world:
-        yield world
+def _open(config: Config, console: Console | None, started: float | None) -> Iterator["Trainer"]:
+    """Take signals, join the other processes, and compute as `train.deterministic` says, until the block ends."""
+    started = time.perf_counter() if started is None else started
+    with (
+        Termination() as termination,
+        deterministic(config.train.deterministic),
+        join(config.distributed, for_threads=config.save.asynchronous) as world,
+        ExitStack() as locks,
+    ):
+        yield Trainer(config, console, world, termination, started, locks)
 
 
 class Trainer:
     """A run, on this process and those it works with. The methods are in the order in which they are called."""
 
     def __init__(
-        self, config: Config, console: Console | None, world: World, termination: Termination, started: float
+        self,
+        config: Config,
+        console: Console | None,
+        world: World,
+        termination: Termination,
+        started: float,
+        locks: ExitStack,
     ) -> None:
         self.config, self.world, self.termination, self.started = config, world, termination, started
+        self.locks = locks  # on the run's folder
         self.leads = world.rank == 0
         self.console = (console or Console(stderr=True)) if self.leads else Console(quiet=True)
         self.log = partial(self.console.print, markup=False, highlight=False, soft_wrap=True)
@@ -151,33 +160,34 @@ class Trainer:
         self.step_seconds = math.inf  # of the last step, the same on all ranks
         termination.answer, termination.leave = self._answer, partial(self.console.show_cursor, True)
 
-    def begin(self, replace: bool, locks: ExitStack) -> Result | None:
+    def begin(self, replace: bool) -> Result | None:
         """Train in a new folder; see the function `train`."""
         self.check(new=True)
         with self.world.together():
             if self.leads:
                 self.folder.check(replace, self.config.model.source, self.config.data)
         setup = self.set_up(Start())
-        make_folder(self.config, setup, self.folder, self.world, replace, locks, self.log)
+        make_folder(self.config, setup, self.folder, self.world, replace, self.locks, self.log)
         self.termination.advice = self._advice
         return self.train(setup)
 
-    def resume(self, step: int | None, locks: ExitStack) -> Result | None:
+    def resume(self, step: int | None) -> Result | None:
         """Resume the run in the folder; see the function `resume`."""
         self.termination.advice = self._advice
         self.check(new=False)
-        start = find_start(self.config, self.folder, self.world, step, locks, self.log)
+        start = find_start(self.config, self.folder, self.world, step, self.locks, self.log)
         if start is None:
             return None
         setup = self.set_up(start)
-        return_to(start, self.config, setup, self.folder, self.world, self.log)
+        layout = read_layout(self.config.distributed, self.config.train, setup, self.world)
+        return_to(start, layout, setup, self.folder, self.world, self.log)
         return self.train(setup, start.checkpoint)
 
     def check(self, new: bool) -> None:
         """Check what needs neither model nor data; of a new run also that nothing has been evaluated yet."""
         with self.world.together():
             resolve("data.cache", self.config.data.cache)
-            check_layout(self.config, self.world.size)
+            check_layout(self.config.distributed, self.config.train, self.world.size)
             self.config.log.check_installed()
             self.evaluation = make_evaluation(self.config, self.world)
             if new and self.evaluation is not None:
@@ -207,7 +217,7 @@ class Trainer:
         self.config = self.config.model_copy(update={"train": self.config.train.with_steps(setup.record.steps)})
         config, folder = self.config, self.folder
         counter = FlopCounter.of(setup.model)
-        strategy = make_strategy(setup.model, setup.loaded.engine, config, self.world)
+        strategy = make_strategy(setup.model, setup.loaded.engine, config.distributed, config.train, self.world)
         with Journal(config.log, folder, self.world, self.console) as journal:
             session = Session(config, folder, setup, strategy, journal.metrics, journal.timing, self.log)
             self.session = session
@@ -215,7 +225,7 @@ class Trainer:
                 session.resume(checkpoint)
             elif masters := fill_masters(state_of(strategy), setup.source.folder):
                 self.log(f"masters   {masters}")
-            journal.open_writers(session.step, config)
+            journal.open_writers(session.step, config.model_dump(mode="json"))
             before = session.before = session.before or self._measure_held_out(session, journal, counter=counter)
             tokens_before, seconds = session.tokens_seen, 0.0
             journal.begin_steps(session.step, config.train.steps, self.started, resumed=checkpoint is not None)
@@ -393,7 +403,7 @@ def make_evaluation(config: Config, world: World) -> "TrainingEvaluation | None"
         )
     from torchtrain.evaluation.on_the_way import TrainingEvaluation
 
-    return TrainingEvaluation(config)
+    return TrainingEvaluation(config.evaluation, config.pack, config.model.dtype, config.run.folder)
 
 
 def _check_held_out(losses: HeldOut, step: int) -> None:

@@ -24,7 +24,7 @@ from rich.text import Text
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.terminal import Console
 from torchtrain import data
-from torchtrain.config import Config, LogConfig
+from torchtrain.config import LogConfig
 from torchtrain.distributed.world import World
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.steps import Step
@@ -199,15 +199,17 @@ def draw(events: Sequence[Mapping[str, Any]]) -> "Figure":
 
 
 def _start_tracker(
-    name: str, config: Config, folder: Path, first: int, opened: ExitStack
+    name: str, project: str, about: dict[str, Any], folder: Path, first: int, opened: ExitStack
 ) -> Callable[[dict[str, float], int], None]:
-    """Start one of accelerate's trackers, after `first` steps; return what sends it numbers of a step."""
+    """Start one of accelerate's trackers, after `first` steps of a run with the config `about`; return what sends it
+    numbers of a step.
+    """
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     # A folder is one run there, however often it is resumed. trackio knows a run by its name.
     identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    project, own, about = config.log.project, f"{folder.name}-{identity}", config.model_dump(mode="json")
+    own = f"{folder.name}-{identity}"
     given: dict[str, Any] = {
         # It replaces later steps that it has from before an interruption.
         "tensorboard": {"logging_dir": str(folder), "purge_step": first + 1 if first else None},
@@ -296,16 +298,18 @@ class Journal:
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
-    def open_writers(self, first: int, config: Config) -> None:
+    def open_writers(self, first: int, about: dict[str, Any]) -> None:
         """Start the services that `log` names.
 
         first: steps done so far.
-        config: the run's, which they show.
+        about: the run's config as JSON, which they show.
         Raises UserError, OtherRankFailed: one of them does not start.
         """
         with self._world.together():
             for name in dict.fromkeys(self._log.report_to if self._leads else []):
-                self._senders.append(_start_tracker(name, config, self._folder.path, first, self._open))
+                self._senders.append(
+                    _start_tracker(name, self._log.project, about, self._folder.path, first, self._open)
+                )
 
     def begin_steps(self, first: int, last: int, started: float, resumed: bool) -> None:
         """Show the training from step `first` to `last`. started: by `time.perf_counter`; the first step has the time

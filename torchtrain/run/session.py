@@ -13,7 +13,7 @@ from torchtrain.checkpoint.background import Background
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress, versions
 from torchtrain.checkpoint.state import RankState, State, state_of
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.config import Config
+from torchtrain.config import Config, DistributedConfig, TrainConfig
 from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed
 from torchtrain.modeling.compilation import is_compiled
@@ -135,7 +135,7 @@ class Session:
                 before_blocks=self.before.blocks,
                 metrics=self._metrics.settle(),
             ),
-            layout=read_layout(self._config, self.setup, self.strategy.world),
+            layout=read_layout(self._config.distributed, self._config.train, self.setup, self.strategy.world),
             config=self._config.model_dump(mode="json"),
             identity=self.setup.record.identity,
             versions=versions(),
@@ -232,9 +232,8 @@ class Session:
         return Guard(self._config.train, self.setup.rows, self._folder.bad_steps, self._leads, **so_far)
 
 
-def read_layout(config: Config, setup: Setup, world: World) -> ProcessLayout:
+def read_layout(distributed: DistributedConfig, train: TrainConfig, setup: Setup, world: World) -> ProcessLayout:
     """Return the device of a run, and how it is spread over processes."""
-    distributed, train = config.distributed, config.train
     return ProcessLayout(
         processes=world.size,
         sequence_parallel=distributed.sequence_parallel,

@@ -144,7 +144,7 @@ def set_up(
     source, engine = open_source(config, world.device, log)
     identity = _identity_of(config.data, source)
     start.check(identity)
-    fused = choose_fused(config, source.folder, source.config, world)
+    fused = choose_fused(config.model, config.not_compiled, source.folder, source.config, world)
 
     store = prepare(config.data, source.tokenizer, on_progress)
     # Once on each machine, while the model is loaded: checks every byte of the tokens.
@@ -205,7 +205,7 @@ def open_source(config: Config, device: torch.device, log: Callable[[str], None]
     if config.model.recomputation == "keep_attention":
         check_can_keep(engine)
     check_config(own_config, length)
-    check_heads(config, own_config)
+    check_heads(config.distributed, own_config)
     extended = extend(own_config, config.rope, length)
     if config.model.layer_chunk is not None or config.model.lora is not None:
         shape_of_model(extended, config.model)  # refuses other layers, and modules that do not exist
@@ -229,7 +229,8 @@ def load_model(
     settings, recomputation = choose_recomputation(config, source.config, engine[0], world)
     settings = settings.model_copy(update={"fused": fused[0]})
     # ZeRO 3 cuts the model up while it is read, because no process has room for the whole of it.
-    cutter = Cutter(config, world) if config.distributed.zero_stage == 3 else None
+    zero_3, dtype = config.distributed.zero_stage == 3, getattr(torch, config.model.dtype)
+    cutter = Cutter(config.distributed, config.train, dtype, world) if zero_3 else None
     check_same_files(source.folder, world)  # each rank reads them itself
     # The files are read once: for their digest, and by the side of that into the model.
     digest = in_background(partial(digest_weights, source.folder), "digest-weights") if world.rank == 0 else lambda: ""

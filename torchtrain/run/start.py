@@ -9,13 +9,12 @@ from pathlib import Path
 from anchorline.errors import UserError
 from anchorline.files import FileEntry, entry_of
 from torchtrain.checkpoint.identity import check_config, describe_changes
-from torchtrain.checkpoint.manifest import Manifest
+from torchtrain.checkpoint.manifest import Manifest, ProcessLayout
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config
 from torchtrain.distributed.world import World
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.lock import hold
-from torchtrain.run.session import read_layout
 from torchtrain.run.setup import Setup, Start
 from torchtrain.training.events import NOTHING, has_beginning, rewind_metrics
 
@@ -60,9 +59,8 @@ def find_start(
     return Start(record, _choose_checkpoint(config, folder, world, step, record.steps, log))
 
 
-def return_to(start: Start, config: Config, setup: Setup, folder: RunFolder, world: World, log: Log) -> None:
+def return_to(start: Start, layout: ProcessLayout, setup: Setup, folder: RunFolder, world: World, log: Log) -> None:
     """Remove what a run left after the checkpoint from which it resumes."""
-    layout = read_layout(config, setup, world)
     if start.checkpoint is not None and (changed := describe_changes(start.checkpoint, layout)):
         log(f"warning   the last digits may differ from those of an uninterrupted run: {changed}")
     done, events = _locate(start.checkpoint)

@@ -177,7 +177,7 @@ def run(case: dict[str, Any], rank: int, size: int) -> dict[str, np.ndarray]:
     config = config_of(case)
     shared, whole = config.distributed.sequence_parallel, config.distributed.share == "documents"
     world = World(rank, size, shared, whole_documents=whole)
-    strategy = make_strategy(load(case), ENGINE, config, world)
+    strategy = make_strategy(load(case), ENGINE, config.distributed, config.train, world)
     batches = micro_batches(case, config, world)
     arrays = {"logits": logits(strategy, batches)} if case.get("logits") else {}
     if case.get("train"):

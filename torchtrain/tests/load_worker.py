@@ -34,7 +34,8 @@ def load(config: Config, world: World, cut: bool) -> Any:
     """Load a case's model as `set_up` does, whole or cut up."""
     source = config.model.source
     check_same_files(source, world)
-    cutter = Cutter(config, world) if cut else None
+    dtype = getattr(torch, config.model.dtype)
+    cutter = Cutter(config.distributed, config.train, dtype, world) if cut else None
     return load_for_training(source, open_config(source), config.model, ENGINE, world.device, cutter)
 
 
@@ -43,7 +44,7 @@ def one_step(case: dict[str, Any], config: Config, world: World, cut: bool) -> d
     torch.manual_seed(0)  # before, as `set_up` does: a model may have dropout
     model = load(config, world, cut)
     found = {f"buffer {name}": x.clone() for name, x in model.named_buffers()}
-    strategy = make_strategy(model, ENGINE, config, world)
+    strategy = make_strategy(model, ENGINE, config.distributed, config.train, world)
     assert isinstance(strategy, Zero)
 
     def note(when: str) -> None:

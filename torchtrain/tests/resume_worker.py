@@ -61,7 +61,7 @@ def run(case: dict[str, Any], rank: int, size: int) -> None:
     """One case on this rank."""
     config = worker.config_of(case)
     world = World(rank, size, config.distributed.sequence_parallel)
-    strategy = make_strategy(worker.load(case), worker.ENGINE, config, world)
+    strategy = make_strategy(worker.load(case), worker.ENGINE, config.distributed, config.train, world)
     batches = worker.micro_batches(case, config, world)
     folder = Path(case["folder"])
     checkpoints = Checkpoints(folder / "checkpoints")

@@ -114,7 +114,7 @@ def test_a_compiler_is_tried_before_anything_is_prepared(monkeypatch, fresh):
 def test_layers_that_are_not_whole_are_refused(tree, write_config, other, said):
     path = write_config(tree)
     config = load_config(path, [other])
-    chosen, why = choices.choose_fused(config, "unused", LlamaConfig(), ON_CUDA)
+    chosen, why = choices.choose_fused(config.model, config.not_compiled, "unused", LlamaConfig(), ON_CUDA)
     assert chosen == "none"
     assert why == f"not compiled: {said.partition(',')[0]}"
     with pytest.raises(UserError, match=f"model.fused compile: does not go with {said}, or model.fused to none"):
@@ -135,7 +135,8 @@ def choose(tree, write_config, monkeypatch):
         own = own or LlamaConfig(
             num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8, num_attention_heads=1
         )
-        return choices.choose_fused(load_config(path, overrides), "unused", own, world)
+        config = load_config(path, overrides)
+        return choices.choose_fused(config.model, config.not_compiled, "unused", own, world)
 
     return chosen
 

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from anchorline.errors import UserError
 from torchtrain.attention import make_plan
-from torchtrain.config import load_config
+from torchtrain.config import DistributedConfig, load_config
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.shard import ROOM, assign_held_out, assign_rows, pad, split_documents, split_tokens
 from torchtrain.distributed.ulysses import _pass_windows_and_sinks
@@ -35,6 +35,8 @@ from torchtrain.tests.forks import ROOT, forks, free_port
 from torchtrain.tests.runs import TIME_LIMIT
 from torchtrain.tests.tiny import POSITIONS, tiny_config
 from torchtrain.training.events import read_metrics
+
+SHARED = DistributedConfig(sequence_parallel=2)
 
 
 @pytest.fixture
@@ -91,8 +93,9 @@ def test_documents_are_dealt_out_whole_and_once_and_evenly_or_not_at_all(lengths
     ],
 )
 def test_impossible_layouts(load, processes, overrides, message):
+    config = load(*overrides)
     with pytest.raises(UserError, match=message):
-        check_layout(load(*overrides), processes)
+        check_layout(config.distributed, config.train, processes)
 
 
 @pytest.mark.parametrize(
@@ -106,27 +109,27 @@ def test_impossible_layouts(load, processes, overrides, message):
         (12, 1, 6, None),
     ],
 )
-def test_heads_that_can_and_cannot_be_dealt_out(load, heads, kv_heads, shared, message):
+def test_heads_that_can_and_cannot_be_dealt_out(heads, kv_heads, shared, message):
     model = tiny_config(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads)
-    config = load(f"distributed.sequence_parallel={shared}")
+    distributed = DistributedConfig(sequence_parallel=shared)
     if message is None:
-        check_heads(config, model)
+        check_heads(distributed, model)
     else:
         with pytest.raises(UserError, match=f"distributed.sequence_parallel {shared}: {message}"):
-            check_heads(config, model)
+            check_heads(distributed, model)
 
 
-def test_keys_and_values_of_different_sizes_are_not_exchanged(load):
+def test_keys_and_values_of_different_sizes_are_not_exchanged():
     with pytest.raises(UserError, match="deepseek_v3 has keys and values of different sizes"):
-        check_heads(load("distributed.sequence_parallel=2"), tiny_config("deepseek_v3"))
+        check_heads(SHARED, tiny_config("deepseek_v3"))
     with pytest.raises(UserError, match=r"sequence_parallel 2: falcon_h1 has layers that carry a state .* \(hybrid\)"):
-        check_heads(load("distributed.sequence_parallel=2"), tiny_config("falcon_h1"))
+        check_heads(SHARED, tiny_config("falcon_h1"))
 
 
-def test_a_model_that_names_no_key_value_heads(load):
+def test_a_model_that_names_no_key_value_heads():
     with pytest.raises(UserError, match="gpt2 names no num_attention_heads and num_key_value_heads"):
-        check_heads(load("distributed.sequence_parallel=2"), GPT2Config())
-    check_heads(load(), GPT2Config())
+        check_heads(SHARED, GPT2Config())
+    check_heads(DistributedConfig(), GPT2Config())
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -189,12 +192,12 @@ def test_a_rank_gets_the_sinks_of_its_own_heads_and_the_window_of_whole_rows(mon
     assert (given["alone"], given["s_aux"].tolist()) == (True, [0, 1, 2, 3]), "whole documents: all heads are here"
 
 
-def test_whole_documents_are_refused_of_a_model_with_windows(load):
-    config = load("distributed.sequence_parallel=2", "distributed.share=documents")
+def test_whole_documents_are_refused_of_a_model_with_windows():
+    distributed = DistributedConfig(sequence_parallel=2, share="documents")
     windows = LlamaConfig(sliding_window=8, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2)
     with pytest.raises(UserError, match=r"distributed\.share documents: llama has sliding windows"):
-        check_heads(config, windows)
-    check_heads(config, LlamaConfig(num_hidden_layers=2))
+        check_heads(distributed, windows)
+    check_heads(distributed, LlamaConfig(num_hidden_layers=2))
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def test_prompts_go_into_the_chat_template_and_still_fit(call, tmp_path):
     assert read_result(tmp_path / "out" / "model" / "fwe-1024.json").cut_prompts == 0
     tokenizer = tiny_tokenizer()
     with pytest.raises(UserError, match="has no chat template; leave it out"):
-        check_tokenizer(tokenizer, "m", Suite(tasks=["fwe"], chat_template=True))
+        check_tokenizer(tokenizer, "m", chat_template=True)
 
 
 def test_a_task_without_room_is_not_run_with_its_reason_and_the_rest_runs(call, tmp_path, monkeypatch):
@@ -178,13 +178,13 @@ def test_the_last_models_of_a_run_are_found_by_step(tmp_path):
 
 
 def test_a_tokenizer_that_ends_prompts_is_refused():
-    tokenizer, suite = tiny_tokenizer(), Suite(tasks=["fwe"])
-    check_tokenizer(tokenizer, "m", suite)
+    tokenizer = tiny_tokenizer()
+    check_tokenizer(tokenizer, "m", chat_template=False)
     for single, appends in (("<s> $A", ""), ("<s> $A </s>", "</s>"), ("$A <pad>", "<pad>")):
         known = [("<s>", 256), ("</s>", 257), ("<pad>", 258)]
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=known)
         if not appends:
-            check_tokenizer(tokenizer, "m", suite)
+            check_tokenizer(tokenizer, "m", chat_template=False)
             continue
         with pytest.raises(UserError, match=f"appends {appends} to prompts; set add_eos_token to false"):
-            check_tokenizer(tokenizer, "m", suite)
+            check_tokenizer(tokenizer, "m", chat_template=False)

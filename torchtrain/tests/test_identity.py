@@ -104,14 +104,14 @@ def test_a_relative_path_resumed_from_elsewhere_says_where_it_is(
     tables = {name: {} for name in ("config", "identity", "model_origin")}
     record = RunRecord(**texts, **tables, activation_checkpointing=False, processes=1, steps=1, corpus=corpus)
     with folder.create(config, record, replace=False):
-        folder.check_places(config)
+        folder.check_places(config.model.source, config.data)
     monkeypatch.chdir(other)
     advice = f", or give {field}={began / place}" if free else ""
     expected = f"{field}: {config.model.source if field == 'model.source' else place} is not in {other}; "
     expected += f"the run began in {began}: resume it from there{advice}"
-    assert refused(lambda: folder.check_places(config)) == expected
+    assert refused(lambda: folder.check_places(config.model.source, config.data)) == expected
     for path in ("base", "deep", "texts.jsonl"):  # what is here, or in neither place, is for others to say
         (began / path).rename(other / path)
-    folder.check_places(config)
+    folder.check_places(config.model.source, config.data)
     monkeypatch.chdir(began)
-    folder.check_places(config)
+    folder.check_places(config.model.source, config.data)

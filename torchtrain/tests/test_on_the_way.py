@@ -67,10 +67,14 @@ def _train(place, folder, *overrides, **more):
     return recipe.train(load_config(place.config, [f"run.folder={folder}", *overrides]), console=QUIET, **more)
 
 
+def evaluation_of(config):
+    return TrainingEvaluation(config.evaluation, config.pack, config.model.dtype, config.run.folder)
+
+
 @pytest.fixture
 def evaluation(place, suite, tmp_path):
     settings = ["evaluation.every=2", f"evaluation.suite={suite}", f"run.folder={tmp_path / 'run'}"]
-    return TrainingEvaluation(load_config(place.config, settings))
+    return evaluation_of(load_config(place.config, settings))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -235,7 +239,7 @@ def test_what_no_row_has_room_for_is_known_before_the_first_step_and_once(
         tree["data"] = {"mmlu": str(tmp_path)}
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump(tree))
     settings = ["evaluation.every=1", f"evaluation.suite={tmp_path / 'suite.yaml'}", f"run.folder={tmp_path / 'run'}"]
-    evaluation, lines, tried = TrainingEvaluation(load_config(place.config, settings)), [], []
+    evaluation, lines, tried = evaluation_of(load_config(place.config, settings)), [], []
     real = measuring.build_job
     monkeypatch.setattr(measuring, "build_job", lambda task, *of: tried.append(task) or real(task, *of))
     if cannot is None:

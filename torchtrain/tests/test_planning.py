@@ -164,13 +164,13 @@ def test_what_is_proposed_is_a_config(
     overrides = [f"{name}={value}" for name, value in given_.items()]
     config = load_config(path, overrides)
     try:
-        check_layout(config, processes)
+        check_layout(config.distributed, config.train, processes)
     except UserError:
         assume(False)
     before = budget.count_memory(config, LARGE, processes).gpu
     changes, after = budget.propose(config, LARGE, processes, int(before * share) + budget.RESERVE)
     changed = load_config(path, [*overrides, *changes])
-    check_layout(changed, processes)
+    check_layout(changed.distributed, changed.train, processes)
     assert budget.count_memory(changed, LARGE, processes) == after
     assert after.gpu < before or not changes
 

@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from torchtrain.attention import AttentionPlan
-from torchtrain.config import Config, TrainConfig
+from torchtrain.config import DistributedConfig, TrainConfig
 from torchtrain.distributed.ulysses import split_attention
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.distributed.zero import (
     clear_skipped_gradients,
     deepspeed_config,
     gather_layers_whole,
-    gradient_divisor,
     import_deepspeed,
     skip_update,
 )
@@ -94,17 +93,19 @@ class Strategy(ABC):
         """
 
 
-def make_strategy(model: "PreTrainedModel", attention: str, config: Config, world: World) -> Strategy:
+def make_strategy(
+    model: "PreTrainedModel", attention: str, distributed: DistributedConfig, train: TrainConfig, world: World
+) -> Strategy:
     """Return the strategy that `distributed` asks for.
 
     model: loaded on every rank; with stage 3 its parameters are cut up already.
     attention: the engine, from `torchtrain.attention.resolve_engine`.
     """
-    if not config.distributed.zero_stage and world.sequence_parallel == 1:
-        return Replicated(model, config.train, world)
+    if not distributed.zero_stage and world.sequence_parallel == 1:
+        return Replicated(model, train, world)
     import_deepspeed().init_distributed(verbose=False)
-    mpu = split_attention(model, attention, config.train.micro_batch, world)
-    return Zero(model, mpu, config, world) if config.distributed.zero_stage else Replicated(model, config.train, world)
+    mpu = split_attention(model, attention, train.micro_batch, world)
+    return Zero(model, mpu, distributed, train, world) if distributed.zero_stage else Replicated(model, train, world)
 
 
 class Replicated(Strategy):
@@ -170,19 +171,21 @@ class Zero(Strategy):
     The arguments are those of `make_strategy`; `mpu` is what `split_attention` returned.
     """
 
-    def __init__(self, model: "PreTrainedModel", mpu: Any, config: Config, world: World) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", mpu: Any, distributed: DistributedConfig, train: TrainConfig, world: World
+    ) -> None:
         super().__init__(model, world)
         deepspeed = import_deepspeed()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self.cut = config.distributed.zero_stage == 3
+        self.cut = distributed.zero_stage == 3
         with_loss = _WithLoss(model)
         compiled = layers_of(model) if self.cut and is_compiled(model) else []
         # DeepSpeed's optimizer for bfloat16 prints its use of memory.
         with redirect_stdout(StringIO()), gather_layers_whole(compiled):
             self.deepspeed, *_ = deepspeed.initialize(
                 model=with_loss,
-                optimizer=adamw(parameters, config.train),
-                config=deepspeed_config(config, world),
+                optimizer=adamw(parameters, train),
+                config=deepspeed_config(distributed, train, model.dtype, world),
                 mpu=mpu,
                 dist_init_required=False,
             )
@@ -192,7 +195,7 @@ class Zero(Strategy):
                 deepspeed.zero.register_external_parameter(with_loss.loss, parameter)
             for module, parameter in parameters_outside(model):
                 deepspeed.zero.register_external_parameter(module, parameter)
-        self._divisor = gradient_divisor(config, world)
+        self._divisor = world.size if self.cut else world.data_parallel  # by which DeepSpeed divides a gradient's sum
         self._gathered: Callable[..., Any] = deepspeed.zero.GatheredParameters
 
     def losses(

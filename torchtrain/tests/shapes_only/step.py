@@ -88,7 +88,7 @@ def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = N
             with torch.device(DEVICE):
                 add_adapters(model, config.model.lora, config.run.seed)
         save_memory(model, config.model)
-    strategy = make_strategy(model.train(), ENGINE, config, world)
+    strategy = make_strategy(model.train(), ENGINE, config.distributed, config.train, world)
     if isinstance(strategy, Zero):
         for x in tree_leaves(getattr(strategy.deepspeed.optimizer, "round_robin_bit16_meta", [])):
             watch.forget(x)
@@ -127,7 +127,8 @@ def load(own: PretrainedConfig, config: Config, world: World, watch: ShapesOnly)
         patch.object(separation, "check_separation", lambda model: None),
     ):
         source = str(write_source(own, config.model, Path(folder) / "source"))
-        return loading.load_for_training(source, own, config.model, ENGINE, DEVICE, Cutter(config, world))
+        cutter = Cutter(config.distributed, config.train, getattr(torch, config.model.dtype), world)
+        return loading.load_for_training(source, own, config.model, ENGINE, DEVICE, cutter)
 
 
 @dataclass(frozen=True)
