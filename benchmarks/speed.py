@@ -35,9 +35,9 @@ from torchtrain.attention import make_plan, resolve_engine
 from torchtrain.attention.engines.measure import Heads, check_engine, list_candidates, measure_engines
 from torchtrain.config import ModelConfig, PackConfig
 from torchtrain.data import stack_rows
-from torchtrain.planning.flops import FlopCounter, peak_flops
 from torchtrain.products import use_float32_products
 from torchtrain.tests.shapes_only.step import draw_row
+from torchtrain.training.flops import FlopCounter, peak_flops
 
 WEIGHTED = {"short": 2600.0, "long": 11_000.0}  # E[n^2] / E[n] of documents, in tokens
 SHAPES: dict[str, dict[str, Any]] = {

@@ -1,12 +1,18 @@
 """The verbs of a corpus: prepare, stats."""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anchorline.errors import print, quoted
+from anchorline.files import read_json, resolve_folder
 from torchtrain.commands.arguments import Overrides
 from torchtrain.commands.ending import report_once
+
+if TYPE_CHECKING:
+    from torchtrain.config import Preparation
 
 
 def prepare(
@@ -31,12 +37,41 @@ def prepare(
     with report_once():
         from torchtrain.config import load_preparation
 
-        preparation = load_preparation(file, overrides or [])
+        _prepare(load_preparation(file, overrides or []), resolve_folder("--out", out), dry_run)
 
-        # First, so that our message reports a missing torch.
-        from torchtrain.commands.statistics import prepare_corpus  # isort: skip
 
-        prepare_corpus(preparation, out, dry_run)
+def _prepare(preparation: "Preparation", out: Path, dry_run: bool) -> None:
+    """Make the store of a preparation in a folder, and print its statistics. dry_run: print Slurm's script alone."""
+    from anchorline.terminal import Console
+    from torchtrain import data
+    from torchtrain.commands.statistics import print_statistics
+    from torchtrain.data.prepare import Submitted
+    from torchtrain.modeling.source import open_tokenizer, resolve_source
+    from torchtrain.run.report import make_progress_printer
+
+    console = Console(stderr=True)
+    log = partial(console.print, soft_wrap=True, markup=False, highlight=False)
+    settings, trusted = preparation.tokenizer, preparation.tokenizer.trust_remote_code
+    cache = preparation.data.cache
+    source = resolve_source(settings.source, cache, log, needs="tokenizer", trust_remote_code=trusted)
+    tokenizer = open_tokenizer(source, trusted)
+    rows = read_json(Path(source, "config.json"), "tokenizer.source").get("vocab_size")
+    if added := data.check_tokenizer(tokenizer, rows if isinstance(rows, int) else len(tokenizer), source):
+        log(f"warning   {added}")
+    for number, one in enumerate(preparation.data.sources):
+        if one.dataset is not None and one.revision is None and not Path(one.dataset).is_dir():
+            has = f"data.sources.{number}: dataset {quoted(one.dataset)} has no revision"
+            log(f"unpinned  {has}, so it may change; give a commit")
+    with console.status("looking at the sources") as spinner:
+        on_progress = make_progress_printer(console, spinner, log)
+        made = data.prepare_store(preparation, tokenizer, out, log, on_progress, dry_run)
+    if not isinstance(made, Submitted):
+        print_statistics(made.folder, made.folder)
+        print(f"store in {made.folder}")
+    elif made.script is not None:
+        print(made.script, end="")
+    else:
+        log(f"submitted {made.tasks:,} tasks; when they are done, run the same command again: it joins them")
 
 
 def stats(

@@ -1,4 +1,4 @@
-"""The verbs `prepare` and `stats`: make a token store; count what it holds, as a table and JSON."""
+"""What a token store holds, as a table and JSON."""
 
 import json
 from collections.abc import Sequence
@@ -8,17 +8,12 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from anchorline.errors import UserError, disk_fault, print, quoted
-from anchorline.files import read_json, replace_file, resolve_folder
+from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.files import replace_file
 from anchorline.terminal import Console
-from torchtrain import data
-from torchtrain.config import Preparation
 from torchtrain.data import TokenStore
-from torchtrain.data.prepare import Submitted
 from torchtrain.data.statistics import ROW_LENGTHS, RowStatistics, StoreStatistics, count_store
 from torchtrain.data.store import HEADER
-from torchtrain.modeling.source import open_tokenizer, resolve_source
-from torchtrain.run.report import make_progress_printer
 
 JSON = "statistics.json"
 _WIDE = 200  # characters
@@ -87,44 +82,3 @@ def make_context_table(rows: Sequence[RowStatistics]) -> Table:
         ]
         table.add_row(f"{start:,} to {2 * start - 1:,}", *cells)
     return table
-
-
-def prepare_corpus(preparation: Preparation, out: Path, dry_run: bool = False) -> None:
-    """Make the store of a preparation in a folder, and print its statistics.
-
-    dry_run: print Slurm's script and write nothing.
-    Raises UserError: as `torchtrain.data.prepare_store`.
-    Raises TasksUnfinished: a worker was killed.
-    """
-    console = Console(stderr=True)
-
-    def log(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-    out = resolve_folder("--out", out)
-    settings = preparation.tokenizer
-    source = resolve_source(
-        settings.source, preparation.data.cache, log, needs="tokenizer", trust_remote_code=settings.trust_remote_code
-    )
-    tokenizer = open_tokenizer(source, settings.trust_remote_code)
-    rows = read_json(Path(source, "config.json"), "tokenizer.source").get("vocab_size")
-    if added := data.check_tokenizer(tokenizer, rows if isinstance(rows, int) else len(tokenizer), source):
-        log(f"warning   {added}")
-    for number, one in enumerate(preparation.data.sources):
-        if one.dataset is not None and one.revision is None and not Path(one.dataset).is_dir():
-            log(
-                f"unpinned  data.sources.{number}: dataset {quoted(one.dataset)} has no revision, so it may change; "
-                "give a commit"
-            )
-    with console.status("looking at the sources") as spinner:
-        made = data.prepare_store(
-            preparation, tokenizer, out, log, make_progress_printer(console, spinner, log), dry_run
-        )
-    if isinstance(made, Submitted):
-        if made.script is not None:
-            print(made.script, end="")
-        else:
-            log(f"submitted {made.tasks:,} tasks; when they are done, run the same command again: it joins them")
-        return
-    print_statistics(made.folder, made.folder)
-    print(f"store in {made.folder}")

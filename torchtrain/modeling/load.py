@@ -135,12 +135,15 @@ def load_for_evaluation(
     return loaded.eval()
 
 
-def without_weights(folder: str, config: "PretrainedConfig", trust_remote_code: bool) -> nn.Module:
-    """Return the model of a config on `meta`: its modules, and weights of no size in memory."""
+def without_weights(
+    folder: str, config: "PretrainedConfig", trust_remote_code: bool, **settings: Any
+) -> "PreTrainedModel":
+    """Return the model of a config on `meta`: its modules, and weights of no size. settings: such as dtype."""
     from transformers import AutoModelForCausalLM
 
     with read_by_library(folder, "the model cannot be built", trust_remote_code), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        own = copy.deepcopy(config)
+        return AutoModelForCausalLM.from_config(own, trust_remote_code=trust_remote_code, **settings)
 
 
 def _load(

@@ -10,8 +10,8 @@ from torchtrain.config import Config
 from torchtrain.distributed.layout import check_layout
 from torchtrain.modeling.source import find_published
 from torchtrain.planning.budget import GIB, RESERVE, Memory, Shapes, count_memory, model_config, propose
-from torchtrain.planning.flops import peak_of
 from torchtrain.planning.work import Documents, Work, count_work, describe_saves, read_documents
+from torchtrain.training.flops import peak_of
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Pace:
     def __post_init__(self) -> None:
         if self.tokens_per_second is not None and self.mfu is not None:
             raise UserError("--tokens-per-second, --gpu with --mfu: give one of the two")
-        if self.mfu is not None and self.gpu is None:
-            raise UserError(f"--mfu {self.mfu:g}: give --gpu, too, whose peak it is a share of")
-        if self.gpu is not None and self.mfu is None:
-            raise UserError(f"--gpu {quoted(self.gpu)}: give --mfu, too, the share of its peak that a run reaches")
+        if (self.mfu is None) != (self.gpu is None):
+            raise UserError(
+                "--gpu, --mfu: give both, or neither: one is the share of the other's peak that a run reaches"
+            )
         if self.gpu is not None and peak_of(self.gpu) is None:
             raise UserError(
                 f"--gpu {quoted(self.gpu)}: no peak is known; give --tokens-per-second or a name such as A100, H100"

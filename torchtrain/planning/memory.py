@@ -29,8 +29,8 @@ from torchtrain.distributed.shard import ROOM
 from torchtrain.marks import ANCHOR
 from torchtrain.modeling.adapters import add_adapters
 from torchtrain.modeling.head import LogitRule, head_of, hidden_states
+from torchtrain.modeling.load import without_weights
 from torchtrain.modeling.recompute import save_memory
-from torchtrain.modeling.source import read_by_library
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
 from torchtrain.training.optimizer import WAITING
@@ -186,7 +186,7 @@ def _key_of(settings: ModelConfig) -> tuple[Any, ...]:
 
 def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTrainedModel":
     """Build the model on the meta device, in training mode; `auto` recomputes layers if it may."""
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     for name, attention in ((_STAND_IN, _attention), (_EXCHANGED, _exchanged_attention)):
         AttentionInterface.register(name, attention)
@@ -196,11 +196,8 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
     for table in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
         if table.get("rope_type") in ("dynamic", "longrope"):
             table["rope_type"] = "default"
-    trusted = settings.trust_remote_code
-    with torch.device("meta"), read_by_library(settings.source, "the model cannot be built", trusted):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, settings.dtype), attn_implementation=_STAND_IN, trust_remote_code=trusted
-        )
+    dtype, trusted = getattr(torch, settings.dtype), settings.trust_remote_code
+    model = without_weights(settings.source, config, trusted, dtype=dtype, attn_implementation=_STAND_IN)
     if settings.rotation == "float32":
         from torchtrain.modeling.rotation import rotate_in_float32
 

@@ -81,7 +81,7 @@ class Work:
 def count_work(config: Config, model: "PreTrainedModel", documents: Documents) -> Work:
     """Count a run's tokens and FLOPs, every token of every row with a label."""
     from torchtrain.attention.masks import layer_windows
-    from torchtrain.planning.flops import FlopCounter
+    from torchtrain.training.flops import FlopCounter
 
     rows, length = config.train.steps * config.train.sequences_per_step, config.pack.sequence_length
     pairs = full = length * (length + 1) // 2

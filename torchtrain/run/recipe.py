@@ -32,7 +32,6 @@ from torchtrain.distributed.world import World, join
 from torchtrain.errors import Terminated
 from torchtrain.marks import IGNORED, PADDING
 from torchtrain.modeling.compilation import is_compiled
-from torchtrain.planning.flops import FlopCounter
 from torchtrain.products import measure_speed
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.report import Journal, make_progress_printer
@@ -42,6 +41,7 @@ from torchtrain.run.start import find_start, make_folder, return_to
 from torchtrain.run.steps import check_finite, take_steps
 from torchtrain.run.termination import Termination
 from torchtrain.training.determinism import deterministic
+from torchtrain.training.flops import FlopCounter
 from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.strategy import make_strategy
 

@@ -16,8 +16,8 @@ from torchtrain.checkpoint import rng
 from torchtrain.checkpoint.state import state_of
 from torchtrain.config import TrainConfig
 from torchtrain.modeling.weights import first_not_finite
-from torchtrain.planning.flops import FlopCounter, peak_flops
 from torchtrain.run.setup import Setup
+from torchtrain.training.flops import FlopCounter, peak_flops
 from torchtrain.training.guard import Guard
 from torchtrain.training.micro_batch import make_ahead
 from torchtrain.training.step import StepResult, step_batches, take_step

@@ -1,10 +1,11 @@
 """`torchtrain verify`: whether every file with a digest is still what was written."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import FileEntry, entry_of
@@ -14,6 +15,8 @@ from torchtrain.data.store import HEADER, TokenStore
 from torchtrain.modeling.load import digest_weights, weight_files
 from torchtrain.run.folder import RunFolder, find_change
 from torchtrain.run.lock import is_held
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,8 @@ def verify_folder(folder: Path) -> Iterator[Finding]:
 
 def _verify_run(run: RunFolder, identity: dict[str, Any]) -> Iterator[Finding]:
     checkpoints = Checkpoints(run.checkpoints)
-    steps: list[int] = []
-    models: dict[str, dict[str, FileEntry]] = {}
-    starts: list[dict[str, Any]] = []
-    yield from _report_fault(run.config.name, run.read_config)  # it has no digest, and resume reads it
-    yield from _report_fault("checkpoints", lambda: steps.extend(_steps(run, checkpoints)))
+    yield from _read(run.config.name, run.read_config)  # it has no digest, and resume reads it
+    steps = yield from _read("checkpoints", lambda: _steps(run, checkpoints))
     at_work = is_held(run.lock)
 
     def check(what: str, folder: Path, check: Callable[[], object]) -> Iterator[Finding]:
@@ -61,38 +61,38 @@ def _verify_run(run: RunFolder, identity: dict[str, Any]) -> Iterator[Finding]:
         if finding.good or os.path.lexists(folder) or not (at_work or is_held(run.lock)):
             yield finding
 
-    for step in steps:
+    for step in steps or ():
         path = checkpoints.path(step)
-        yield from check(f"checkpoint of step {step}", path, lambda step=step: _verify_checkpoint(checkpoints, step))
+        yield from check(f"checkpoint of step {step}", path, partial(_verify_checkpoint, checkpoints, step))
     if steps and (newest := checkpoints.steps()):
         path = checkpoints.path(newest[-1])
         yield from check(run.metrics.name, path, lambda: _verify_metrics(run, Manifest.read(path)))
-    yield from _report_fault(run.outputs.name, lambda: models.update(run.listed_models()))
-    for name, files in models.items():
+    models = yield from _read(run.outputs.name, run.listed_models)
+    for name, files in (models or {}).items():
         path = run.path / name
-        yield from check(name, path, lambda path=path, files=files: _verify_model(path, files))
-    yield from _report_fault(run.timing.name, lambda: starts.append(_last_start(run)))
-    for start in starts:
+        yield from check(name, path, partial(_verify_model, path, files))
+    if start := (yield from _read(run.timing.name, lambda: _last_start(run))):
         if start["base"] is not None and "weights" in identity:
             base, digest = Path(start["base"]), identity["weights"]["sha256"]
-            yield _check(f"base {quoted(base)}", lambda base=base, digest=digest: _verify_base(base, digest))
+            yield _check(f"base {quoted(base)}", partial(_verify_base, base, digest))
         place, digest = Path(start["tokens"]), start["tokens_sha256"]
-        yield _check(f"tokens {quoted(place)}", lambda place=place, digest=digest: _verify_store(place, digest))
+        yield _check(f"tokens {quoted(place)}", partial(_verify_store, place, digest))
 
 
 def _check(what: str, check: Callable[[], object]) -> Finding:
     try:
         return Finding(what, True, str(check()))
-    except UserError as error:
-        return Finding(what, False, str(error))
-    except OSError as error:
-        return Finding(what, False, disk_fault(error))
+    except (UserError, OSError) as error:
+        return Finding(what, False, disk_fault(error) if isinstance(error, OSError) else str(error))
 
 
-def _report_fault(what: str, check: Callable[[], object]) -> Iterator[Finding]:
-    """Yield a finding only if something is wrong."""
-    if not (finding := _check(what, check)).good:
-        yield finding
+def _read(what: str, read: Callable[[], _T]) -> Generator[Finding, None, _T | None]:
+    """Return what is read; where that fails, yield a finding and return None."""
+    try:
+        return read()
+    except (UserError, OSError) as error:
+        yield Finding(what, False, disk_fault(error) if isinstance(error, OSError) else str(error))
+        return None
 
 
 def _steps(run: RunFolder, checkpoints: Checkpoints) -> list[int]:

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from torchtrain.config import LoraSettings
 from torchtrain.modeling.adapters import add_adapters, layer_and_factors
-from torchtrain.planning.flops import FlopCounter, peak_of
 from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
+from torchtrain.training.flops import FlopCounter, peak_of
 from torchtrain.training.labels import find_labels
 from torchtrain.training.loss import chunked_cross_entropy
 

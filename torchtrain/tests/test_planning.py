@@ -301,8 +301,8 @@ def test_what_cannot_fit_says_so(call, tree, write_config):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mfu", "0.4"], "--mfu 0.4: give --gpu, too, whose peak it is a share of"),
-        (["--gpu", "A100"], "--gpu 'A100': give --mfu, too, the share of its peak"),
+        (["--mfu", "0.4"], "--gpu, --mfu: give both, or neither"),
+        (["--gpu", "A100"], "--gpu, --mfu: give both, or neither"),
         (["--gpu", "Abacus", "--mfu", "0.4"], "--gpu 'Abacus': no peak is known"),
         (["-n", "3"], "train.sequences_per_step 2: no multiple of 3"),
         (["model.source=/no/such/folder"], "no folder with a config.json"),
