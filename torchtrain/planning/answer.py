@@ -64,7 +64,9 @@ def print_plan(config: Config, machine: Machine, pace: Pace, document_tokens: fl
             "number before the first: train.steps=N"
         )
     check_layout(config.distributed, config.train, machine.processes)
-    documents = read_documents(config, document_tokens)
+    documents = Documents(document_tokens, "--document-tokens")
+    if document_tokens is None:
+        documents = read_documents(config.data.prepared, config.pack.sequence_length)
     shapes = Shapes(model_config(config))
     memory = count_memory(config, shapes, machine.processes)
     work = count_work(config, shapes.model(config.model), documents)

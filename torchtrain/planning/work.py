@@ -37,18 +37,15 @@ class Documents:
         return min(full, round(tokens * (self.weighted + 1) / 2 + anchor * (tokens - anchor)))
 
 
-def read_documents(config: Config, document_tokens: float | None) -> Documents:
-    """Find how long documents are: as given (E[n^2] / E[n]), in the prepared store, or by the paper's statistics of
-    its data. Raises UserError: `data.prepared` holds a damaged store.
+def read_documents(prepared: str | None, sequence_length: int) -> Documents:
+    """Find how long documents are in the prepared store, or by the paper's statistics of its data. Raises UserError:
+    `data.prepared` holds a damaged store.
     """
-    if document_tokens is not None:
-        return Documents(document_tokens, "--document-tokens")
     from torchtrain.data.store import HEADER, TokenStore  # imports torch, which `torchtrain config` does without
 
-    prepared = config.data.prepared
     if prepared is not None and (expand(prepared) / HEADER).is_file():
         lengths = TokenStore.open(expand(prepared)).lengths
-        return Documents(weighted_length(lengths, config.pack.sequence_length), f"the lengths in {quoted(prepared)}")
+        return Documents(weighted_length(lengths, sequence_length), f"the lengths in {quoted(prepared)}")
     if prepared is not None:
         for name, weighted in PAPER_LENGTHS.items():
             if Path(prepared).name.startswith(name):

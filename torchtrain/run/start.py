@@ -56,7 +56,11 @@ def find_start(
     if step is None and _is_finished(folder, world):
         log(f"{folder.path}: is finished; its model is in {folder.model}")
         return None
-    return Start(record, _choose_checkpoint(config, folder, world, step, record.steps, log))
+    checkpoint = _choose_checkpoint(folder, world, step, record.steps, log)
+    if checkpoint is not None:
+        with world.together():
+            check_config(checkpoint.config, config)
+    return Start(record, checkpoint)
 
 
 def return_to(start: Start, layout: ProcessLayout, setup: Setup, folder: RunFolder, world: World, log: Log) -> None:
@@ -81,9 +85,7 @@ def _is_finished(folder: RunFolder, world: World) -> bool:
     return world.from_first(finished)
 
 
-def _choose_checkpoint(
-    config: Config, folder: RunFolder, world: World, step: int | None, last: int, log: Log
-) -> Manifest | None:
+def _choose_checkpoint(folder: RunFolder, world: World, step: int | None, last: int, log: Log) -> Manifest | None:
     """Choose the checkpoint from which a run of `last` steps resumes, and check that it can; None: it begins anew."""
     checkpoints = Checkpoints(folder.checkpoints)
     with world.together():
@@ -102,8 +104,6 @@ def _choose_checkpoint(
         log(f"resume    from step {checkpoint.progress.step:,} of {folder.path}")
     done, events = _locate(checkpoint)
     with world.together():
-        if checkpoint is not None:
-            check_config(checkpoint.config, config)
         if world.rank == 0:
             if not has_beginning(folder.metrics, events):
                 whole = _last_whole_events(checkpoints, folder.metrics, done)

@@ -97,22 +97,19 @@ def test_documents_that_are_packed_end_to_end_have_the_live_pairs_that_are_count
 def test_the_papers_data_leaves_as_many_pairs_as_its_statistics_say():
     config = load_config(CONFIGS / "paper" / "llama2-7b-64k-intra.yaml")
     model = Shapes(budget.model_config(config)).model(config.model)
-    work = count_work(config, model, read_documents(config, None))
+    work = count_work(config, model, read_documents(config.data.prepared, config.pack.sequence_length))
     assert work.live_share == pytest.approx(0.054, rel=0.01)
     full = count_work(config, model, Documents(None, ""))
     assert (full.live_share, work.flops < 0.7 * full.flops) == (1.0, True)
 
 
-def test_lengths_come_from_the_prepared_store(config_of, tmp_path, monkeypatch):
+def test_lengths_come_from_the_prepared_store(tmp_path, monkeypatch):
     (tmp_path / "store.json").touch()
     monkeypatch.setattr("torchtrain.data.store.TokenStore.open", lambda _: memory_store([100, 20]))
-    config = config_of(f"data.prepared={tmp_path}", "data.sources=[]")
-    T = config.pack.sequence_length
-    found = read_documents(config, None)
-    assert found.weighted == weighted_length(np.array([100, 20]), T)
+    found = read_documents(str(tmp_path), 128)
+    assert found.weighted == weighted_length(np.array([100, 20]), 128)
     assert str(tmp_path) in found.source
-    assert read_documents(config, 7.5).weighted == 7.5
-    assert read_documents(config_of(), None).weighted is None
+    assert read_documents(None, 128).weighted is None
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -293,8 +290,9 @@ def test_hosts_that_hold_too_little_are_named_with_when(call, tree, write_config
 
 
 def test_what_cannot_fit_says_so(call, tree, write_config):
-    result = call(write_config(tree), "-n", 2, "--memory", 1e-6)
+    result = call(write_config(tree), "-n", 2, "--memory", 1e-6, "--document-tokens", 4, "pack.variant=intra")
     assert result.exit_code == 1
+    assert "of a row's pairs are live (--document-tokens)" in result.stdout
     assert "is still too much: take more or larger GPUs" in result.stdout
 
 

@@ -197,7 +197,7 @@ def batches(config: Config, world: World) -> list[dict[str, Tensor]]:
     lognormal lengths of that E[n^2] / E[n].
     """
     pack, train = config.pack, config.train
-    weighted = max(read_documents(config, None).weighted or MEAN, MEAN)
+    weighted = max(read_documents(config.data.prepared, config.pack.sequence_length).weighted or MEAN, MEAN)
     row = draw_row(pack, weighted)
     turns = train.sequences_per_step // (train.micro_batch * world.data_parallel)
     return [stack_rows([row] * train.micro_batch)] * turns
