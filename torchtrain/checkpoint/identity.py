@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
 from anchorline.settings import validate
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, versions
 from torchtrain.config import Config
@@ -89,10 +89,5 @@ def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, 
 
 
 def _format_changes(changes: list[tuple[str, Any, Any]]) -> str:
-    shown = "; ".join(f"{name}: {_short(was)} in the run, {_short(now)} now" for name, was, now in changes[:3])
+    shown = "; ".join(f"{name}: {quoted(was, 60)} in the run, {quoted(now, 60)} now" for name, was, now in changes[:3])
     return shown + (f"; and {len(changes) - 3} more" if len(changes) > 3 else "")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -12,6 +12,11 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
+def count_weights(parameters: Iterable[Tensor]) -> int:
+    """Return how many weights parameters hold, also where they are cut up among ranks."""
+    return sum(whole_shape(parameter).numel() for parameter in parameters)
+
+
 @torch.no_grad()
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor that holds NaN or an infinity, or None; each is read once, none copied."""

@@ -1,6 +1,6 @@
 """The lines that say what a run is made of, before its first step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,12 +12,10 @@ from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.world import World
 from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.rope import warn_of_stretch
-from torchtrain.modeling.weights import whole_shape
+from torchtrain.modeling.weights import count_weights
 from torchtrain.products import describe_products
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
-
     from torchtrain.run.setup import Setup
 
 
@@ -25,14 +23,14 @@ def describe_setup(config: Config, setup: "Setup", world: World, log: Callable[[
     """Log the model, its rows, and what a user may not expect of either."""
     source, loaded, store, rows, steps = setup.source, setup.loaded, setup.store, setup.rows, setup.record.steps
     model, words = loaded.model, loaded.words
-    count = _count(model.parameters())
+    count = count_weights(model.parameters())
     log(f"model     {config.model.source}: {count:,} parameters in {config.model.dtype} on {world.device}")
     if getattr(source.own_config, "tie_word_embeddings", False) and not model.config.tie_word_embeddings:
         log("head      is not the embedding, as config.json says it is: both are trained, and exported as untied")
     if products := describe_products(model.dtype, world.device):
         log(f"products  {products}")
     if config.model.lora is not None:
-        trained = _count(p for p in model.parameters() if p.requires_grad)
+        trained = count_weights(p for p in model.parameters() if p.requires_grad)
         log(f"lora      {trained:,} parameters are trained, {count - trained:,} stay as they are")
     if words["threads"]:
         log(f"threads   {words['threads']}")
@@ -122,7 +120,3 @@ def _left_out(store: TokenStore, dropped: int, too_long: int) -> str:
     if too_long:
         parts.append(f"{too_long:,} documents with answers that are longer than a row (pack.longer)")
     return ", ".join(parts)
-
-
-def _count(parameters: Iterable["Parameter"]) -> int:
-    return sum(whole_shape(parameter).numel() for parameter in parameters)

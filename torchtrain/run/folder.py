@@ -205,11 +205,6 @@ class RunFolder:
         with MetricsFile(self.timing) as timing:
             timing.write("begin", {"step": step, **place, "base": str(base.resolve())})
 
-    def last_start(self) -> dict[str, Any] | None:
-        """Return what `note_start` wrote last; None if nothing. Raises UserError: `timing.jsonl` is damaged."""
-        starts = [event for event in read_metrics(self.timing) if event["event"] == "begin"]
-        return starts[-1] if starts else None
-
     def last_saved(self) -> int | None:
         """Return the last saved step of `timing.jsonl`; None if there was none. Raises UserError: it is damaged."""
         return last_saved(read_metrics(self.timing))

@@ -247,7 +247,7 @@ class Trainer:
                         self._stops_within,
                     ):
                         self.step_seconds = step.seconds
-                        session.note(step.number, step.tokens_seen)
+                        session.step, session.tokens_seen = step.number, step.tokens_seen
                         journal.write_step(step)
                         seconds += step.seconds
                         if session.saves_now:
@@ -261,7 +261,9 @@ class Trainer:
                     after = self._measure_held_out(session, journal, lambda: self._check_stop(session))
                     session.finish_saves()
                     self._check_stop(session)
-                    if session.saved:  # otherwise the run continues to its end, because all would be lost
+                    if (
+                        session.saved == session.step
+                    ):  # otherwise the run continues to its end, because all would be lost
                         self.termination.obey()
                     self.log(f"exporting to {folder.model}")
                     session.export(folder.model)
@@ -333,11 +335,11 @@ class Trainer:
 
     def _answer(self, name: str) -> None:
         how, kept = "ends when the operation that runs now is done", ""
-        if self.session is not None and self.termination.deferred:
+        if self.session is not None and self.termination.noting:
             how = "finishes the step that runs now, saves it, and ends"
             if self.step_seconds > _LONG:
                 how = "ends after the micro-batch that runs now, and saves the steps that are done"
-            saved = self.session.last_saved
+            saved = self.session.saved
             kept = "; no step is saved so far" if saved is None else f"; step {saved:,} is saved so far"
         self.log(f"{name:<10}the run {how}{kept}; {name} again ends it at once")
 

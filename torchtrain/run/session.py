@@ -48,19 +48,19 @@ class Session:
         self._metrics, self._timing, self._log = metrics, timing, log
         self._leads = strategy.world.rank == 0
         self.checkpoints = Checkpoints(folder.checkpoints)
-        self.step, self.tokens_seen = 0, 0
+        self.step, self.tokens_seen = 0, 0  # that are done, and were trained on
         self.before: HeldOut | None = None
         self.guard = self._guard()
         self._background = Background()
         self._begun: int | None = None  # step of the last save, which may not be whole yet
-        self._saved: int | None = None  # step of the last save that is known to be whole
+        self.saved: int | None = None  # step of the last save that is known to be whole
 
     def resume(self, manifest: Manifest) -> None:
         """Load strategy, counters and generators from a checkpoint."""
         self.checkpoints.load(state_of(self.strategy), manifest, self.strategy.world)
         progress = manifest.progress
         self.step, self.tokens_seen = progress.step, progress.tokens_seen
-        self._begun = self._saved = progress.step
+        self._begun = self.saved = progress.step
         with self.strategy.world.together():
             if self._leads:  # the run may have been killed before it removed older ones
                 self.checkpoints.retain(self._config.save.keep, progress.step)
@@ -71,25 +71,11 @@ class Session:
         for mean, (total, tokens) in zip(self.before.means(), progress.before, strict=False):
             mean.total, mean.tokens = total, tokens
 
-    def note(self, step: int, tokens_seen: int) -> None:
-        """Note that a step is done."""
-        self.step, self.tokens_seen = step, tokens_seen
-
     @property
     def saves_now(self) -> bool:
         """Whether this step saves. The last one does: nothing is lost while the model is evaluated and exported."""
         save, steps = self._config.save, self._config.train.steps
         return self.step in save.before_last(steps) or (self.step == steps and save.every > 0)
-
-    @property
-    def saved(self) -> bool:
-        """Whether there is a checkpoint of this step, whole."""
-        return self._saved == self.step
-
-    @property
-    def last_saved(self) -> int | None:
-        """The step of the last checkpoint that is known to be whole."""
-        return self._saved
 
     def save(self, wait: bool = False) -> None:
         """Save a checkpoint of this step, unless this step was resumed or saved last, or none was taken.
@@ -114,7 +100,7 @@ class Session:
         self._begun = self.step
         if wait or not self._config.save.asynchronous:
             self._write(self.step, own, manifest, world, started)
-            self._saved = self.step
+            self.saved = self.step
         else:
             own.stage()
             held = time.perf_counter() - started
@@ -170,7 +156,7 @@ class Session:
         """Wait, on all ranks, for the save that is being written. Raises UserError: as `Checkpoints.save`."""
         if self._background.busy:
             self._background.finish()
-            self._saved = self._begun
+            self.saved = self._begun
 
     @contextmanager
     def finish_save_on_error(self) -> Iterator[None]:
@@ -206,7 +192,7 @@ class Session:
         weights = self.strategy.weights()
         with world.together():
             if self._leads:
-                safe = "nothing is saved yet" if self._saved is None else f"step {self._saved} is saved"
+                safe = "nothing is saved yet" if self.saved is None else f"step {self.saved} is saved"
                 for note in export_step(self._folder, target, self.setup, self._config, self.step, weights, safe):
                     self._log(f"readers   {note}")
         self._timing.write("export", {"step": self.step, "seconds": time.perf_counter() - started})

@@ -37,7 +37,7 @@ class Termination:
         self.leave: Callable[[], object] = lambda: None
         self.asked: signal.Signals | None = None  # the first signal that came
         self._since: float | None = None  # when that was
-        self._noting = False
+        self.noting = False  # whether a signal is only noted now
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -55,22 +55,17 @@ class Termination:
     def defer(self) -> Iterator[None]:
         """Only set `asked` on a signal in the block. Raises Terminated: one came before, and a library kept it back."""
         self.obey()
-        self._noting = True
+        self.noting = True
         yield
-        self._noting = False  # not after an error: a save may still be written
-
-    @property
-    def deferred(self) -> bool:
-        """Whether a signal is only noted now."""
-        return self._noting
+        self.noting = False  # not after an error: a save may still be written
 
     def note(self) -> None:
         """Only set `asked` from here on."""
-        self._noting = True
+        self.noting = True
 
     def obey(self) -> None:
         """Obey signals at once again, before the block of `defer` ends. Raises Terminated: one has come."""
-        self._noting = False
+        self.noting = False
         if self.asked is not None:
             rank, _size, _local = read_ranks()
             _, how, code = SIGNALS[self.asked]
@@ -78,7 +73,7 @@ class Termination:
 
     def _take(self, number: int, _: FrameType | None) -> None:
         first, self.asked = self.asked is None, self.asked or signal.Signals(number)
-        if first and not self._noting:
+        if first and not self.noting:
             self.obey()
 
     def _answer(self, number: int) -> None:

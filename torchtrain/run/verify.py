@@ -15,6 +15,7 @@ from torchtrain.data.store import HEADER, TokenStore
 from torchtrain.modeling.load import digest_weights, weight_files
 from torchtrain.run.folder import RunFolder, find_change
 from torchtrain.run.lock import is_held
+from torchtrain.training.events import read_metrics
 
 _T = TypeVar("_T")
 
@@ -103,9 +104,10 @@ def _steps(run: RunFolder, checkpoints: Checkpoints) -> list[int]:
 
 
 def _last_start(run: RunFolder) -> dict[str, Any]:
-    if (event := run.last_start()) is None:
+    starts = [event for event in read_metrics(run.timing) if event["event"] == "begin"]
+    if not starts:
         raise UserError("does not say which tokens the run was trained on")
-    return event
+    return starts[-1]
 
 
 def _verify_store(folder: Path, sha256: str | None = None) -> str:

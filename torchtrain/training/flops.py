@@ -12,16 +12,15 @@ Legend: M model width · V vocabulary · L layers with attention · H query head
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtrain.attention.masks import layer_windows
 from torchtrain.modeling.head import head_of
-from torchtrain.modeling.weights import whole_shape
+from torchtrain.modeling.weights import count_weights, whole_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,11 +69,11 @@ class FlopCounter:
         dims = getattr(config, "qk_head_dim", None) or head_dim, getattr(config, "v_head_dim", None) or head_dim
         matrices = [p for p in model.parameters() if id(p) not in outside and len(whole_shape(p)) >= 2]
         return cls(
-            matrix_weights=_count(matrices),
-            head_weights=_count([head]),
+            matrix_weights=count_weights(matrices),
+            head_weights=count_weights([head]),
             attention_width=layer_windows(config).total() * config.num_attention_heads * sum(dims),
-            frozen_weights=_count(p for p in matrices if not p.requires_grad),
-            frozen_head=_count(p for p in [head] if not p.requires_grad),
+            frozen_weights=count_weights(p for p in matrices if not p.requires_grad),
+            frozen_head=count_weights(p for p in [head] if not p.requires_grad),
         )
 
     def flops(self, tokens: int, labelled: int, live_pairs: int) -> int:
@@ -82,10 +81,6 @@ class FlopCounter:
         matrices = (6 * self.matrix_weights - 2 * self.frozen_weights) * tokens
         head = (6 * self.head_weights - 2 * self.frozen_head) * labelled
         return matrices + head + 6 * self.attention_width * live_pairs
-
-
-def _count(parameters: Iterable[Tensor]) -> int:
-    return sum(whole_shape(p).numel() for p in parameters)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
