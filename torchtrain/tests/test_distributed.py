@@ -36,8 +36,6 @@ from torchtrain.tests.runs import TIME_LIMIT
 from torchtrain.tests.tiny import POSITIONS, tiny_config
 from torchtrain.training.events import read_metrics
 
-SHARED = DistributedConfig(sequence_parallel=2)
-
 
 @pytest.fixture
 def load(tree, write_config):
@@ -119,17 +117,22 @@ def test_heads_that_can_and_cannot_be_dealt_out(heads, kv_heads, shared, message
             check_heads(distributed, model)
 
 
-def test_keys_and_values_of_different_sizes_are_not_exchanged():
-    with pytest.raises(UserError, match="deepseek_v3 has keys and values of different sizes"):
-        check_heads(SHARED, tiny_config("deepseek_v3"))
-    with pytest.raises(UserError, match=r"sequence_parallel 2: falcon_h1 has layers that carry a state .* \(hybrid\)"):
-        check_heads(SHARED, tiny_config("falcon_h1"))
+WINDOWS = LlamaConfig(sliding_window=8, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2)
 
 
-def test_a_model_that_names_no_key_value_heads():
-    with pytest.raises(UserError, match="gpt2 names no num_attention_heads and num_key_value_heads"):
-        check_heads(SHARED, GPT2Config())
-    check_heads(DistributedConfig(), GPT2Config())
+@pytest.mark.parametrize(
+    ("model", "share", "message"),
+    [
+        (tiny_config("deepseek_v3"), "heads", "deepseek_v3 has keys and values of different sizes"),
+        (tiny_config("falcon_h1"), "heads", r"sequence_parallel 2: falcon_h1 has layers that carry a state .*hybrid"),
+        (GPT2Config(), "heads", "gpt2 names no num_attention_heads and num_key_value_heads"),
+        (WINDOWS, "documents", r"distributed\.share documents: llama has sliding windows"),
+    ],
+)
+def test_models_whose_rows_are_not_shared(model, share, message):
+    with pytest.raises(UserError, match=message):
+        check_heads(DistributedConfig(sequence_parallel=2, share=share), model)
+    check_heads(DistributedConfig(), model)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -190,14 +193,6 @@ def test_a_rank_gets_the_sinks_of_its_own_heads_and_the_window_of_whole_rows(mon
         assert given["s_aux"].tolist() == [2, 3]
     ALL_ATTENTION_FUNCTIONS["dealt"](torch.nn.Module(), q, q, q, None, plan=documents, s_aux=sinks)
     assert (given["alone"], given["s_aux"].tolist()) == (True, [0, 1, 2, 3]), "whole documents: all heads are here"
-
-
-def test_whole_documents_are_refused_of_a_model_with_windows():
-    distributed = DistributedConfig(sequence_parallel=2, share="documents")
-    windows = LlamaConfig(sliding_window=8, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2)
-    with pytest.raises(UserError, match=r"distributed\.share documents: llama has sliding windows"):
-        check_heads(distributed, windows)
-    check_heads(distributed, LlamaConfig(num_hidden_layers=2))
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
