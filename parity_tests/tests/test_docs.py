@@ -1,6 +1,7 @@
 """What README.md, CONTRIBUTING.md and docs/ print: links lead somewhere, named files exist, commands parse."""
 
 import importlib.util
+import pkgutil
 import re
 import runpy
 import shlex
@@ -10,6 +11,7 @@ import pytest
 import typer
 
 import torchtrain
+from benchmarks import bench_page
 from parity_tests.commands import load_apps
 from torchtrain.config.load import load_config
 from torchtrain.config.reference import list_settings
@@ -124,13 +126,30 @@ def test_printed_configurations_are_read(page, tmp_path):
             load_config(tmp_path / "mine.yaml", [])
 
 
+def test_what_the_glossary_names_exists():
+    packages = "anchorline|jaxref|ropestudy|torchtrain|parity_tests"
+    names = re.findall(rf"`((?:{packages})\.[\w.]+)`", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+    assert [pkgutil.resolve_name(name) for name in names]
+
+
+def test_the_page_of_benchmarks_shows_what_was_measured(tmp_path):
+    """Written again from the kept results, it is the same."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    results = (ROOT / "benchmarks" / "results").glob("*.json")
+    shown = [path for path in results if f"bench_page of {path.name}" in text]
+    assert 0 < len(shown) == text.count("<!-- made by benchmarks/bench_page of ")
+    (tmp_path / "page.md").write_text(text, encoding="utf-8")
+    bench_page.write(tmp_path / "page.md", shown)
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == text
+
+
 def test_readme_prints_a_part_of_the_example():
     blocks = dict(FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8")))
     assert blocks["python"] in (ROOT / "examples" / "train_from_strings.py").read_text(encoding="utf-8")
 
 
 # Programs write them; a glossary has a line for a word.
-NOT_WRAPPED = ("families.md", "glossary.md", "matrix.md", "results.md")
+NOT_WRAPPED = ("glossary.md", "matrix.md", "results.md")
 MADE = re.compile(r"^<!-- (?:made|answers|results) .*?^<!-- end", re.MULTILINE | re.DOTALL)  # by a program
 WIDE = re.compile(r"\||    |  +-|!\[|<!--")  # tables, code, pictures, marks
 
