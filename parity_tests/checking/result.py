@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from anchorline.page import count
 from anchorline.tolerance import judge
 from jaxref.mask import ANCHOR, PADDING
 from parity_tests.checking.adapter import Adapter
@@ -77,7 +78,7 @@ class CheckResult:
         if self.verdict == "not judged":
             return f"NOT JUDGED: {self.name}: no case is left to run"
         if self.verdict == "different":
-            return f"DIFFERENT: {self.name}: {len(self.failed)} of {_count(len(self.judged), 'case')} failed"
+            return f"DIFFERENT: {self.name}: {len(self.failed)} of {count(len(self.judged), 'case')} failed"
         ratio, array, case = max((v.ratio, n, r.case.id) for r in self.judged for n, v in r.verdicts.items())
         arrays = ", ".join(name for name in ARRAYS if any(name in r.verdicts for r in self.judged))
         isolation = (
@@ -86,7 +87,7 @@ class CheckResult:
             else "isolation is NOT proved everywhere"
         )
         return (
-            f"SAME: {self.name}: {_count(len(self.judged), 'case')} on {_count(layouts, 'layout')}; "
+            f"SAME: {self.name}: {count(len(self.judged), 'case')} on {count(layouts, 'layout')}; "
             f"{arrays} within their allowance, at worst {ratio:.2f} of it ({array} in {case}); {isolation}"
         )
 
@@ -128,7 +129,7 @@ def _not_run_in_words(cases: tuple[CaseResult, ...]) -> list[str]:
     lines = []
     for reason in dict.fromkeys(r.not_run for r in cases if r.not_run):
         names = [r.case.layout.name for r in cases if r.not_run == reason]
-        lines.append(f"Not run ({reason}): {_count(len(names), 'case')}: {', '.join(dict.fromkeys(names))}.")
+        lines.append(f"Not run ({reason}): {count(len(names), 'case')}: {', '.join(dict.fromkeys(names))}.")
     return lines
 
 
@@ -146,10 +147,6 @@ def _worst_in_words(failed: tuple[CaseResult, ...], like: str) -> str:
     if problems:
         text += f"\nAlso, {problems[0].case.id}: {problems[0].problem}."
     return text
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _where(result: CaseResult, name: str, like: str) -> str:

@@ -80,7 +80,8 @@ def open_dump(path: Path, order: Path | None = None, config: Path | None = None)
     repeated = len(set(names)) < len(names)
     by_step = repeated and not all("rank" in file.name for file in files)
     for file, part in zip(files, parts, strict=True):
-        step = f"step {_numbers(file.stem)[-1] if _numbers(file.stem) else file.stem}: " if by_step else ""
+        numbers = [int(number) for number in re.findall(r"\d+", file.stem)] or [file.stem]
+        step = f"step {numbers[-1]}: " if by_step else ""
         for name, array in part.items():
             arrays.setdefault(step + name, []).append(array)
     try:
@@ -126,7 +127,3 @@ def _place(path: Path, start: int, size: int, entry: Mapping[str, Any]) -> Array
         return np.memmap(path, dtype, "r", start + begin, (count,)).reshape(shape)
 
     return Array(_FLOATS[code][0] if code in _FLOATS else None, load)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]

@@ -33,7 +33,7 @@ from parity_tests.gate.corpus import draw_corpus
 from parity_tests.gate.ranks import run_ranks
 from parity_tests.gate.small_run import infinite_gradient, run_side
 from parity_tests.gate.spec import CaseSpec, Single
-from parity_tests.oracle import widen
+from parity_tests.oracle import Arrays, widen
 from parity_tests.taps import capture_taps
 from torchtrain.attention import make_plan, resolve_engine
 from torchtrain.attention.engines.flash import leave_newer
@@ -54,8 +54,6 @@ from torchtrain.training.strategy import Replicated, make_strategy
 
 DOMAINS = ["text"]
 INPUTS = ("input_ids", "position_ids", "document_ids")  # of a forward pass
-
-Arrays = dict[str, np.ndarray]
 
 
 def device() -> torch.device:

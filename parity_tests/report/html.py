@@ -85,11 +85,6 @@ class ListedCase:
     number: int
     case: CaseReport
 
-    @property
-    def broken(self) -> int:
-        """Measures that break the rule."""
-        return sum(not measure.passed for measure in self.case.measures)
-
     def worst(self, stage: Group | None = None) -> Measure | None:
         """The worst measure of a stage, or of all."""
         return max((m for m in self.case.measures if stage in (None, m.group)), key=_badness, default=None)

@@ -3,6 +3,7 @@
 from collections import Counter
 from xml.etree import ElementTree
 
+from anchorline.page import printable
 from parity_tests.report.schema import CaseReport, Report
 
 
@@ -14,7 +15,7 @@ def to_junit(report: Report) -> str:
     attributes = {name: str(count) for name, count in counts.items()} | {"time": f"{report.seconds:.3f}"}
     suites = ElementTree.Element("testsuites", attributes | {"name": "parity"})
     suite = ElementTree.SubElement(
-        suites, "testsuite", attributes | {"name": _legal(report.title), "timestamp": report.created}
+        suites, "testsuite", attributes | {"name": printable(report.title), "timestamp": report.created}
     )
     for case in report.cases:
         _add(suite, case)
@@ -27,16 +28,16 @@ def _add(suite: ElementTree.Element, case: CaseReport) -> None:
         suite,
         "testcase",
         {
-            "classname": _legal(f"parity.{case.settings.get('model', case.id)}"),
-            "name": _legal(case.id),
+            "classname": printable(f"parity.{case.settings.get('model', case.id)}"),
+            "name": printable(case.id),
             "time": f"{case.seconds:.3f}",
         },
     )
     if not case.passed:
         kind = {"skipped": "skipped", "not judged": "error", "broken": "failure"}[case.verdict]
-        words = ElementTree.SubElement(test, kind, {"message": _legal(case.reasons[0])})
+        words = ElementTree.SubElement(test, kind, {"message": printable(case.reasons[0])})
         if case.failed:
-            words.text = _legal("\n".join([*_broken(case), case.command]))
+            words.text = printable("\n".join([*_broken(case), case.command]))
 
 
 def _broken(case: CaseReport) -> list[str]:
@@ -45,8 +46,3 @@ def _broken(case: CaseReport) -> list[str]:
         for measure in case.measures
         if not measure.passed
     ]
-
-
-def _legal(text: str) -> str:
-    """Without the control characters that XML has no way to write: an exception's message may hold them."""
-    return "".join(c if c in "\t\n" or (ord(c) >= 32 and not 0xD800 <= ord(c) <= 0xDFFF) else "?" for c in text)

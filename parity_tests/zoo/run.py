@@ -103,17 +103,14 @@ def run_zoo(config: Gate, names: Sequence[str] | None = None, progress: Progress
     for spec in specs:
         correct.append(run_case(spec, tries.oracle))
         if progress:
-            progress(f"correct code on {spec.id}: {_word(correct[-1])}", len(correct), steps)
+            word = "passes" if correct[-1].passed else "FALSE ALARM"
+            progress(f"correct code on {spec.id}: {word}", len(correct), steps)
     for bug in chosen:
         kills.append(tries.try_bug(bug, order(bug, specs)))
         what = f"{bug.name}: {'caught' if kills[-1].caught else kills[-1].broken or 'SURVIVES'}"
         if progress:
             progress(what, len(correct) + len(kills), steps)
     return ZooReport(config.title, correct, kills, time.perf_counter() - started, elsewhere)
-
-
-def _word(case: CaseReport) -> str:
-    return "passes" if case.passed else "FALSE ALARM"
 
 
 def choose(names: Sequence[str] | None) -> list[Bug]:
