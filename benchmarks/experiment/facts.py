@@ -82,14 +82,6 @@ def draw(
     return np.array(ids[:length])
 
 
-def keys_in(facts: FactsConfig, ids: np.ndarray) -> set[int]:
-    """Return the keys that tokens are about, as keys or as values."""
-    about = ids - FIRST_FILLER - facts.filler
-    values = about - facts.keys
-    asked, told = about[(about >= 0) & (values < 0)], values[(values >= 0) & (values < facts.keys * facts.values)]
-    return set(asked.tolist()) | set((told // facts.values).tolist())
-
-
 def _words_of(facts: FactsConfig, key: int, value: int) -> tuple[int, int]:
     first = FIRST_FILLER + facts.filler
     return first + key, first + facts.keys + key * facts.values + value
