@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity_tests.check import Adapter, attention, check_attention
-from parity_tests.tests.attention_by_hand import right, softmax_attention
+from parity_tests.tests.attention_by_hand import right, softmax_attention, with_mask
 from torchtrain.attention import visible_BTT
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -62,38 +62,22 @@ SIZE = {
 }
 
 
-def _visible_by(change):
-    """The rule on changed document ids."""
-
-    def wrong(q: Tensor, k, v, document_ids, scale):
-        return right(q, k, v, change(document_ids), scale)
-
-    return wrong
-
-
 def _window(length):
     """Keys further back than `length` are not seen, but for the anchor."""
 
-    def probabilities(ids):
+    def mask(ids):
         T = ids.shape[1]
         back = torch.arange(T)[:, None] - torch.arange(T)[None, :]
         return visible_BTT(ids) & ((back < length) | (ids == 0)[:, None, :])
 
-    def wrong(q: Tensor, k, v, document_ids, scale):
-        return softmax_attention(q, k, v, probabilities(document_ids), scale)
-
-    return wrong
+    return with_mask(mask)
 
 
 def _anchor_to(most):
     """Only the first tokens of the anchor are seen by documents."""
-
-    def wrong(q: Tensor, k, v, document_ids, scale):
-        own = document_ids[:, :, None] == document_ids[:, None, :]
-        mask = visible_BTT(document_ids) & (own | (torch.arange(document_ids.shape[1]) < most))
-        return softmax_attention(q, k, v, mask, scale)
-
-    return wrong
+    return with_mask(
+        lambda ids: visible_BTT(ids) & ((ids[:, :, None] == ids[:, None, :]) | (torch.arange(ids.shape[1]) < most))
+    )
 
 
 LONG = {
