@@ -24,9 +24,9 @@ SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
     "lines of code": 30_990,
-    "lines of tests' code": 22_150,
-    "lines of source": 44_120,
-    "lines of tests": 28_715,
+    "lines of tests' code": 22_140,
+    "lines of source": 44_092,
+    "lines of tests": 28_686,
     "words of docs": 27_640,
     "settings without description": 0,
 }
