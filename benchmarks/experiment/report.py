@@ -79,17 +79,18 @@ def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
         yield f"{len(left)} runs are still to be measured; the tables by cell follow then."
         return
     distances = sorted(experiment.measure.distances)
-    head = ["arithmetic", "mask", *(f"at {distance}" for distance in distances), "mean", "without BOS", "sink"]
-    yield from _table(head, [_cell(measured, cell, len(distances)) for cell in _cells(experiment, measured)])
+    cells, kinds = _cells(experiment, measured), ["arithmetic", "mask"][len(experiment.cells) == 1 :]
+    head = [*kinds, *(f"at {distance}" for distance in distances), "mean", "without BOS", "sink"]
+    yield from _table(head, [_cell(measured, cell, len(distances))[-len(head) :] for cell in cells])
     if starts := sorted({int(start) for one in measured.values() for start in one.contexts}):
         yield ""
         yield "Held-out loss, without weights, by the tokens that a prediction sees under the mask of training:"
         yield ""
         rows = []
-        for cell in _cells(experiment, measured):
+        for cell in cells:
             each = [[one.contexts.get(f"{n}") for run, one in measured.items() if run[:2] == cell] for n in starts]
-            rows.append([*cell, *("-" if None in of else f"{np.mean(of):.4f}" for of in each)])
-        yield from _table(["arithmetic", "mask", *(f"{start:,} on" for start in starts)], rows)
+            rows.append([*cell[-len(kinds) :], *("-" if None in of else f"{np.mean(of):.4f}" for of in each)])
+        yield from _table([*kinds, *(f"{start:,} on" for start in starts)], rows)
     if set(experiment.cells) != {"exact"}:
         yield from _rounding(experiment, measured, bases)
     yield ""
