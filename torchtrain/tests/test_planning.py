@@ -302,6 +302,7 @@ def test_what_cannot_fit_says_so(call, tree, write_config):
         (["--mfu", "0.4"], "--gpu, --mfu: give both, or neither"),
         (["--gpu", "A100"], "--gpu, --mfu: give both, or neither"),
         (["--gpu", "Abacus", "--mfu", "0.4"], "--gpu 'Abacus': no peak is known"),
+        (["train={epochs: 2}"], "train.epochs 2: a plan packs no documents, so it takes steps"),
         (["-n", "3"], "train.sequences_per_step 2: no multiple of 3"),
         (["model.source=/no/such/folder"], "no folder with a config.json"),
         (["rope.theta=keep"], f"the model holds {POSITIONS} positions"),
@@ -321,12 +322,6 @@ def test_a_config_that_no_model_can_be_built_of_is_one_line(call, tree, write_co
     result = call(write_config(tree), f"model.source={source}")
     assert result.exit_code == 2
     assert "the model cannot be built: Padding_idx must be within" in result.stderr
-
-
-def test_epochs_are_refused_because_documents_are_not_read(call, tree, write_config):
-    result = call(write_config(tree), "train={epochs: 2}")
-    assert result.exit_code == 2
-    assert "train.epochs 2: a plan packs no documents, so it takes steps" in result.stderr
 
 
 def test_a_plan_for_a_cpu_counts_nothing_for_cuda(call, tree, write_config):
