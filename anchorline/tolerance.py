@@ -27,6 +27,7 @@ UNIT_ROUNDOFF = {
 }
 UNLIKELY = 8.0  # standard deviations of independent roundings that a part of an array is allowed
 HALF = ("bfloat16", "float16")
+IN_PARTS = (*HALF, "float32")  # whose arrays are judged in parts, too
 LEAST = 16  # values in a part: the mean square of fewer says too little
 _AT_ONCE = 2**22  # elements widened to float64 at a time: the logits of a real model fill gigabytes
 
@@ -105,13 +106,14 @@ def judge(
     truth: the same quantity from float64 arithmetic on the same inputs.
     reference: the same quantity with the candidate's roundings (the oracle under the candidate's preset).
     dtype: the dtype the candidate computes in: `float64`, `float32`, `float16` or `bfloat16`.
-    axes: names the axes, so that parts of an array of half precision are judged too: `BTHD`, `BTM`, `BHT`, `BT` (tokens
-        T in rows B, heads H) or `OI` (a weight).
+    axes: names the axes, so that parts of an array of float32 or half precision are judged too: `BTHD`, `BTM`, `BHT`,
+        `BT` (tokens T in rows B, heads H) or `OI` (a weight).
     cancels: the array is a difference of larger numbers, as gradients are, so that a token is allowed what the whole
         array is.
     inherits: the array has errors of the layers before it. A token is allowed what the whole array is, and its values
         count as one, because one error of an earlier layer moves all of them.
-    rotated: how many dimensions of a head, from the first, come out of RoPE: the angle of each pair is judged.
+    rotated: how many dimensions of a head, from the first, come out of RoPE: in half precision the angle of each pair
+        is judged. In float32 the tables' own roundings, which all tokens share, are as large as those of the product.
     likely_error: what a reference may well err, where that is known and the array has too few values to show it
         (`likely_error_of_mean`).
     Raises ValueError: shapes differ, the arrays are empty, or the dtype has no unit roundoff here.
@@ -137,9 +139,9 @@ def judge(
     error, reference_error, size = (float(x) for x in np.sqrt(squares / truth.size))
     allowance = 2 * max(reference_error, likely_error) + UNIT_ROUNDOFF[dtype] * size
     part = None
-    if axes is not None and dtype in HALF and error and np.isfinite(allowance) and np.isfinite(error):
+    if axes is not None and dtype in IN_PARTS and error and np.isfinite(allowance) and np.isfinite(error):
         parts = _judge_parts(candidate, truth, reference, dtype, axes, allowance, cancels or inherits, inherits)
-        if rotated:
+        if rotated and dtype in HALF:
             parts += _judge_angles(candidate[..., :rotated], truth[..., :rotated], reference[..., :rotated], allowance)
         part = max(parts, key=lambda part: part.ratio)
     index = tuple(int(i) for i in np.unravel_index(worst, truth.shape))

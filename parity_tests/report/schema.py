@@ -34,7 +34,7 @@ class Profile(_Part):
 
 
 class PartMeasure(_Part, Judged):
-    """A part of an array of half precision, judged by itself."""
+    """A part of an array, judged by itself."""
 
     name: str = Field(description="`token 12 of row 0`, `head 3`, `the mean`, `the scale`, `the angle of pair 7`")
     error: float

@@ -146,9 +146,19 @@ def test_a_wrong_angle_shows(tokens, theta, off_by_one, part):
     assert part in verdict.part.name
 
 
-def test_float32_needs_no_parts():
-    truth = np.ones((1, 32, 2, 16))
-    assert judge(truth * (1 + 2**-20), truth, truth, "float32", "BTHD").part is None
+@pytest.mark.parametrize(
+    ("dtype", "error", "part"), [("float32", 2e-5, "token 1234 of row 0"), ("float64", 2e-14, None)]
+)
+def test_one_token_of_many_shows_in_float32(dtype, error, part):
+    """float64 is truth, and has no parts."""
+    random, unit = np.random.default_rng(0), UNIT_ROUNDOFF[dtype]
+    truth = random.standard_normal((1, 2048, 4, 16))
+    candidate, reference = (truth * (1 + 4 * unit * random.standard_normal(truth.shape)) for _ in range(2))
+    assert judge(candidate, truth, reference, dtype, "BTHD").passed
+    candidate[0, 1234] *= 1 + error
+    verdict = judge(candidate, truth, reference, dtype, "BTHD")
+    assert verdict.whole < 1
+    assert (verdict.passed, verdict.part and verdict.part.name) == (part is None, part)
 
 
 def test_errors_that_earlier_layers_made_move_a_token_as_a_whole():
