@@ -153,6 +153,10 @@ def main() -> int:
     parser.add_argument("families", nargs="*", help="model types; every causal family without one")
     parser.add_argument("--out", type=Path, help="the page whose tables are written")
     arguments = parser.parse_args()
+    if unknown := sorted({*arguments.families} - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
+        parser.error(
+            f"families: transformers has no causal model of type {', '.join(unknown)}; a type is in config.json"
+        )
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     rows = []
     for family in arguments.families or causal_families():

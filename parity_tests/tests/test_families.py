@@ -42,6 +42,13 @@ def test_every_family_of_transformers_has_its_row_and_none_is_wrong():
     assert {rows[kind].verdict for kind in used} == {RIGHT}
 
 
+def test_a_family_that_transformers_lacks_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["families", "llama", "lama"])
+    with pytest.raises(SystemExit) as ended:
+        families.main()
+    assert (ended.value.code, "no causal model of type lama;" in capsys.readouterr().err) == (2, True)
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "gemma2", "gpt_oss", "mamba", "falcon", "deepseek_v4"])
 def test_a_family_judged_again(family):
     row = families.examine(family)
