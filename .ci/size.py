@@ -27,7 +27,7 @@ CEILINGS = {
     "lines of tests' code": 22_140,
     "lines of source": 44_092,
     "lines of tests": 28_686,
-    "words of docs": 27_330,
+    "words of docs": 27_380,
     "settings without description": 0,
 }
 

@@ -29,7 +29,7 @@ UNLIKELY = 8.0  # standard deviations of independent roundings that a part of an
 HALF = ("bfloat16", "float16")
 IN_PARTS = (*HALF, "float32")  # whose arrays are judged in parts, too
 LEAST = 16  # values in a part: the mean square of fewer says too little
-_AT_ONCE = 2**22  # elements widened to float64 at a time: the logits of a real model fill gigabytes
+_AT_ONCE = 2**16  # elements widened to float64 at a time: what stays in a cache is twice as fast as 2**22
 
 
 class Judged:

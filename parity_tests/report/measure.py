@@ -16,7 +16,7 @@ from parity_tests.report.schema import Measure, PartMeasure, Profile
 
 RUNS, SHORTEST_RUN = 16, 8  # of tokens, in a profile
 MASKED = -1e4  # from here on a number in a mask means "not seen"
-AT_ONCE = 2**22  # values of an array that may lie on the disk
+AT_ONCE = 2**16  # values of an array that may lie on the disk
 
 
 def measure(
