@@ -23,11 +23,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 30_990,
-    "lines of tests' code": 22_140,
-    "lines of source": 44_092,
-    "lines of tests": 28_686,
-    "words of docs": 27_380,
+    "lines of code": 31_050,
+    "lines of tests' code": 22_230,
+    "lines of source": 44_152,
+    "lines of tests": 28_776,
+    "words of docs": 27_500,
     "settings without description": 0,
 }
 

@@ -1,8 +1,9 @@
 """How messages to a user are written: a mistake is one printable line, and values in it are quoted and short."""
 
 import builtins
+import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ def quoted_reason(error: object) -> str:
 def some(names: Sequence[str], most: int = 3) -> str:
     """`a, b, c and 4 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean NAME?)` of the known name that is most like it, or nothing."""
+    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def one_line(message: object) -> str:

@@ -249,7 +249,7 @@ def _explain_one(schema: type[BaseModel], item: Any) -> tuple[str, str]:
     # A validator may validate a model that is not in the schema.
     where = ".".join(location or map(str, loc))
     if kind == "extra_forbidden":
-        key, known = str(loc[-1]), list(inner.model_fields) if inner else []
+        key, known = str(loc[-1]), [x.alias or n for n, x in inner.model_fields.items()] if inner else []
         name = key[:100].lower().replace("-", "_")
         near = [".".join([*location, one]) for one in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
         found = [one for one in _dotted(schema) if one.endswith(f".{name}")] or near  # in another section first

@@ -138,15 +138,15 @@ def compare(
     given: Any = {}
     for text in axes or ():
         pattern, equals, letters = text.rpartition("=")
-        if not equals or not letters.isalpha():
-            raise UserError(f"--axes {text}: write a pattern of names and letters, such as '*.attn=BTHD'")
+        if not equals or not letters.isalpha() or not letters.isupper() or len(set(letters)) < len(letters):
+            raise UserError(f"--axes {text}: write a pattern of names and letters, each once, such as '*.attn=BTHD'")
         given[pattern] = letters
     if (truth is None) == (against is None) or (against and reference):
         raise UserError("give --truth, with --reference if you have one; or --against alone")
     if dtype not in (None, *UNIT_ROUNDOFF):
         raise UserError(f"--dtype {dtype}: unknown; choose from {', '.join(UNIT_ROUNDOFF)}")
     from parity_tests.comparing.compare import compare
-    from parity_tests.comparing.dumps import open_dump
+    from parity_tests.comparing.dumps import check_fits, open_dump
     from parity_tests.comparing.judging import Rule
     from parity_tests.comparing.logprobs import describe, open_logprobs
     from parity_tests.comparing.names import load_names, recognise, rename
@@ -157,29 +157,36 @@ def compare(
 
         make_folder(out)
 
-    def read(path: Path | None, called: str | None) -> Any:
+    recorded: list[str] = []
+
+    def read(path: Path | None, option: str, called: str | None) -> Any:
         if path is None:
             return None
         if logprobs:
             return open_logprobs(path)
         dump = open_dump(path, order, config)
+        recorded.extend(dump.arrays)
         if called == "auto":
             called = recognise(dump)
             print(f"names of {path}: {f'by the map {called}' if called else 'as they are'}")
-        return dump if called in (None, "none") else rename(dump, load_names(called))
+        return dump if called in (None, "none") else rename(dump, load_names(called, option))
 
-    first = read(candidate, names)
-    second, third, fourth = (read(path, truth_names) for path in (truth, reference, against))
+    first = read(candidate, "--names", names)
+    second, third, fourth = (read(path, "--truth-names", truth_names) for path in (truth, reference, against))
+    right = second or fourth
+    for option, patterns in (("--only", only or ()), ("--axes", given)):
+        check_fits(option, patterns, [*first.arrays, *right.arrays])
+    check_fits("--order", filter(None, order.read_text().splitlines()) if order else (), recorded)
     dtype = dtype or ("float32" if logprobs else None)
     rule = Rule(given, dtype, operations, "difference" if against else "reference" if reference else "floor")
     with progress("parity") as bar:
         report = compare(
             first, second, third, fourth, rule, only or (), lambda _, number, total: bar(None, number, total)
         )
+    numbers = describe(first, right) if logprobs else []
+    print(in_words(report, rule.kind), *report.cases[0].notes, *numbers, sep="\n  ")
     if out is not None:
         write(report, out, rule.kind)
-    numbers = describe(first, second or fourth) if logprobs else []
-    print(in_words(report, rule.kind), *report.cases[0].notes, *numbers, sep="\n  ")
     _leave_traces(report, out, format_)
     if not report.passed:
         raise typer.Exit(1)

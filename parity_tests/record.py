@@ -89,7 +89,8 @@ def record(model: nn.Module, path: str | Path, names: str | Sequence[str] = "*",
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     take(f"gradients.{name}", parameter.grad)
-            metadata = {"order": json.dumps(list(header))}
+            # Gradients come parameter by parameter: `parity compare` sorts what the order lacks.
+            metadata = {"order": json.dumps([name for name in header if not name.startswith("gradients.")])}
             config: Any = getattr(model, "config", None)
             if hasattr(config, "to_json_string"):  # transformers
                 metadata["config"] = config.to_json_string(use_diff=False)

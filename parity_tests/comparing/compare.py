@@ -1,5 +1,6 @@
 """`parity compare`: from dumps to a verdict: which name breaks first, what passed before it, and what it looks like."""
 
+import re
 import shlex
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from anchorline.environment import processor, usable_cores
-from anchorline.errors import UserError, some
+from anchorline.errors import UserError, did_you_mean, some
 from parity_tests.comparing.dumps import Array, Dump
 from parity_tests.comparing.hints import explain, know
 from parity_tests.comparing.judging import SHOWN, Found, Rule, Sides, choose, measure_all
@@ -138,8 +139,18 @@ def _pair(
 
 def _not_shared(candidate: Dump, truth: Dump, only: Sequence[str]) -> list[str]:
     """Names that say nothing of the other engine, where the sides have other maps: those without a counterpart that
-    one map lacks, and outputs of modules that both engines call alike and neither map knows.
+    one map lacks, and outputs of modules that both engines call alike and neither map knows. Raises UserError: a map
+    of the user's own makes a name that the other side lacks.
     """
+    for mine, other in ((candidate, truth), (truth, candidate)):
+        for target in mine.targets if mine.called else ():
+            theirs = [bare(name) for name in other.arrays]
+            if choose(map(bare, choose(mine.arrays, only)), [target]) and not choose(theirs, [target]):
+                near = did_you_mean(target, [re.sub(r"\d+", "*", n, count=1) if "*" in target else n for n in theirs])
+                words = (
+                    f"{mine.called}: {target}: {other.source} has no such name{near}; mend the entry, or take it out"
+                )
+                raise UserError(words.replace("*", "{i}"))
     maps = {candidate.targets, truth.targets}
     found = []
     for name in choose({**truth.arrays, **candidate.arrays}, only) if len(maps) > 1 else ():

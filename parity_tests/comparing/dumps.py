@@ -6,17 +6,18 @@ files that have `rank` in their names are the ranks of one computation, all othe
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError, did_you_mean, quoted
 from anchorline.files import read_json
-from parity_tests.report.names import natural, sort_key
+from parity_tests.report.names import bare, natural, sort_key
 
 MOST_HEADER = 100_000_000  # bytes, as the format's own library allows
 _FLOATS = {
@@ -49,12 +50,16 @@ class Dump:
     arrays: for each name the arrays of its ranks; one, where there are no ranks.
     config: the model's config.json, or {}.
     targets: patterns of the names that its map of names can make; none, where there is no map.
+    called: option and file of that map, if it is the user's own.
+    places: places of names in the order that the metadata or `--order` give; what has none is sorted behind them.
     """
 
     source: str
     arrays: Mapping[str, Sequence[Array]]
     config: Mapping[str, Any]
     targets: tuple[str, ...] = ()
+    called: str = ""
+    places: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def open_dump(path: Path, order: Path | None = None, config: Path | None = None) -> Dump:
@@ -92,8 +97,24 @@ def open_dump(path: Path, order: Path | None = None, config: Path | None = None)
             raise
         raise UserError(f"dump {quoted(str(path))}: its order or config cannot be read: {error}") from None
     place = {name: number for number, name in enumerate(said)}
-    ordered = sorted(arrays, key=lambda name: (place.get(name, len(place)), sort_key(name)))
-    return Dump(str(path), {name: arrays[name] for name in ordered}, model)
+    places = {name: place[bare(name)] for name in arrays if bare(name) in place}
+    return Dump(str(path), in_order(arrays, places), model, places=places)
+
+
+def in_order(arrays: Mapping[str, Sequence[Array]], places: Mapping[str, int]) -> dict[str, Sequence[Array]]:
+    """Arrays step by step, in each those that have a place first."""
+    keys = {name: sort_key(name) for name in arrays}
+    return {
+        n: arrays[n] for n in sorted(arrays, key=lambda n: (keys[n][0], n not in places, places.get(n, 0), keys[n]))
+    }
+
+
+def check_fits(option: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Raises UserError: a pattern of an option fits no name, such as a name that is misspelt."""
+    own = [bare(name) for name in names]
+    for pattern in patterns:
+        if not any(name == pattern or fnmatchcase(name, pattern) for name in (*names, *own)):
+            raise UserError(f"{option} {pattern}: fits no name{did_you_mean(pattern, own)}; mend it, or take it out")
 
 
 def _read_header(path: Path) -> tuple[dict[str, Array], dict[str, str]]:

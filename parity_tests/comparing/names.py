@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from anchorline import settings
-from anchorline.errors import UserError
-from parity_tests.comparing.dumps import Array, Dump
-from parity_tests.report.names import sort_key
+from anchorline.errors import UserError, did_you_mean, quoted, some
+from parity_tests.comparing.dumps import Array, Dump, in_order
+from parity_tests.report.names import bare
 
 MAPS = Path(__file__).parent / "maps"
 _LAYER = "{i}"
@@ -49,8 +49,14 @@ class Source(BaseModel):
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
-    names: str | list[str] = Field(alias="from", description="name in the dump; of a list the arrays are added")
+    names: list[str] = Field(alias="from", min_length=1, description="name in the dump; several are added")
     steps: list[str | dict[str, Any]] = Field(default=[], description="what is done to it")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_name(cls, value: Any) -> Any:
+        value = value if isinstance(value, dict) else {"from": value}
+        return value | {"from": [value["from"]]} if isinstance(value.get("from"), str) else value
 
 
 class Names(BaseModel):
@@ -61,15 +67,19 @@ class Names(BaseModel):
     about: str = Field(default="", description="whose names they are")
     stages: bool | int = Field(default=False, description="stages that hold layers of their own, numbered from 0")
     ignore: list[str] = Field(default=[], description="patterns of names that not every version writes")
-    names: dict[str, str | Source] = Field(description="name to compare under -> where it comes from")
+    names: dict[str, Source] = Field(description="name to compare under -> where it comes from")
+    _called: str = PrivateAttr("--names")
+    _own: bool = PrivateAttr(False)  # the user's: what fits nothing is a mistake; the shipped know several versions
 
 
-def load_names(name: str) -> Names:
+def load_names(name: str, option: str = "--names") -> Names:
     """Read a map: a file, or the name of one that is shipped. Raises UserError."""
-    shipped = MAPS / f"{name}.yaml"
-    if not shipped.is_file() and not Path(name).is_file():
-        raise UserError(f"--names {name}: no such file, and none of the maps {', '.join(shipped_names())}")
-    return settings.load(Names, shipped if shipped.is_file() else name, example="about=mine")
+    shipped = name in shipped_names()
+    if not shipped and not Path(name).is_file():
+        raise UserError(f"{option} {name}: no such file, and none of the maps {', '.join(shipped_names())}")
+    names = settings.load(Names, MAPS / f"{name}.yaml" if shipped else name, example="about=mine")
+    names._called, names._own = f"{option} {name}", not shipped
+    return names
 
 
 def shipped_names() -> list[str]:
@@ -85,7 +95,7 @@ def recognise(dump: Dump) -> str | None:
 
 
 def _used(dump: Dump, names: Names) -> set[str]:
-    return {own for _, sources, _ in _find(dump, names) for own in sources}
+    return {own for _, sources, *_ in _find(dump, names) for own in sources}
 
 
 def rename(dump: Dump, names: Names) -> Dump:
@@ -95,35 +105,48 @@ def rename(dump: Dump, names: Names) -> Dump:
     }
     if names.stages:
         found = _count_on(found, names.stages)
-    dump = replace(dump, arrays=found)
+    dump = replace(dump, arrays=found, places={} if names.stages else dump.places)  # each stage has its own order
     made: dict[str, Sequence[Array]] = {}
-    for target, sources, steps in _find(dump, names):
+    places = dict(dump.places)
+    entries = _find(dump, names)
+    if unused := [e for e in names.names if names._own and e not in {entry for *_, entry in entries}]:
+        known = [re.sub(r"\d+", _LAYER, bare(name), count=1) if _LAYER in unused[0] else name for name in dump.arrays]
+        lacks = next((one for one in names.names[unused[0]].names if one not in known), "these together")
+        near = did_you_mean(lacks, known)
+        raise UserError(f"{names._called}: {unused[0]}: {dump.source} has no {lacks}{near}; or take out {some(unused)}")
+    used = {source for _, sources, *_ in entries for source in sources}
+    rest = {name: arrays for name, arrays in found.items() if name not in used}
+    for target, sources, steps, entry in entries:
         ranks = [dump.arrays[source] for source in sources]
         joined = any(_step(step)[0] in ("join", "sum") for step in steps)
         groups = [ranks] if joined or not ranks else [[[arrays[r]] for arrays in ranks] for r in range(len(ranks[0]))]
-        made[target] = [_made(target, group, steps, dump.config) for group in groups]
-    used = {source for _, sources, _ in _find(dump, names) for source in sources}
-    rest = {name: arrays for name, arrays in found.items() if name not in used}
+        made[target] = [_made(f"{names._called}: {entry}", group, steps, dump.config) for group in groups]
+        places.pop(target, None)
+        if all(source in dump.places for source in sources):
+            places[target] = max(dump.places[source] for source in sources)
     targets = tuple(target.replace(_LAYER, "*") for target in names.names)
-    arrays = {name: (made | rest)[name] for name in sorted(made | rest, key=sort_key)}
-    return replace(dump, arrays=arrays, targets=targets)
+    return replace(
+        dump,
+        arrays=in_order(rest | made, places),
+        targets=targets,
+        called=names._called if names._own else "",
+        places=places,
+    )
 
 
-def _find(dump: Dump, names: Names) -> list[tuple[str, list[str], Sequence[Any]]]:
-    """Name, sources and steps of every array that the map can make of the dump, the first that fits a name."""
-    found: dict[str, tuple[str, list[str], Sequence[Any]]] = {}
+def _find(dump: Dump, names: Names) -> list[tuple[str, list[str], Sequence[Any], str]]:
+    """Name, sources, steps and entry of every array that the map can make of the dump, the first that fits a name."""
+    found: dict[str, tuple[str, list[str], Sequence[Any], str]] = {}
     for target, source in names.names.items():
-        given, steps = (source, []) if isinstance(source, str) else (source.names, source.steps)
-        given = [given] if isinstance(given, str) else given
-        first = re.compile(re.escape(given[0]).replace(re.escape(_LAYER), r"(\d+)") + "$")
+        first = re.compile(re.escape(source.names[0]).replace(re.escape(_LAYER), r"(\d+)") + "$")
         for name in dump.arrays:
             start, prefix = (name.find(": ") + 2, name[: name.find(": ") + 2]) if ": " in name else (0, "")
             if match := first.match(name, start):
                 layer = match[1] if match.groups() else ""
-                own = [prefix + one.replace(_LAYER, layer) for one in given]
+                own = [prefix + one.replace(_LAYER, layer) for one in source.names]
                 to = prefix + target.replace(_LAYER, layer)
                 if all(one in dump.arrays for one in own):
-                    found.setdefault(to, (to, own, steps))
+                    found.setdefault(to, (to, own, source.steps, target))
     return list(found.values())
 
 
@@ -131,7 +154,7 @@ def _count_on(arrays: Mapping[str, Sequence[Array]], stages: bool | int) -> dict
     """Layers of the stages, one stage after another, under numbers that go on."""
     number = re.compile(r"(?<=\.)\d+(?=\.)|(?<=layers\.)\d+$|(?<=blocks\.)\d+$")
     found: dict[str, list[Array]] = {}
-    ranks = max(map(len, arrays.values()))
+    ranks = max(map(len, arrays.values()), default=0)
     layers = 1 + max((int(match[0]) for name in arrays if (match := number.search(name))), default=0)
     for name, own in arrays.items():
         if len(own) < ranks or not number.search(name):
@@ -143,7 +166,7 @@ def _count_on(arrays: Mapping[str, Sequence[Array]], stages: bool | int) -> dict
     return dict(found)
 
 
-def _made(target: str, sources: Sequence[Sequence[Array]], steps: Sequence[Any], config: Mapping[str, Any]) -> Array:
+def _made(opening: str, sources: Sequence[Sequence[Array]], steps: Sequence[Any], config: Mapping[str, Any]) -> Array:
     def load() -> np.ndarray:
         try:
             ranks = [_add([arrays[r].load() for arrays in sources]) for r in range(len(sources[0]))]
@@ -153,10 +176,10 @@ def _made(target: str, sources: Sequence[Sequence[Array]], steps: Sequence[Any],
                     ranks = [ranks[0] if len(ranks) == 1 else _JOINS[kind](ranks, value)]
                 else:
                     ranks = [_STEPS[kind](x, value, config) for x in ranks]
-        except (IndexError, TypeError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"--names: {target}: its steps do not fit its arrays: {error}") from None
+        except UserError as error:
+            raise UserError(f"{opening}: {error}") from None
+        except (ArithmeticError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"{opening}: its steps do not fit its arrays: {error}") from None
         return ranks[0]
 
     return Array(sources[0][0].dtype, load)
@@ -169,7 +192,7 @@ def _add(arrays: Sequence[np.ndarray]) -> np.ndarray:
 def _step(step: Any) -> tuple[str, Any]:
     kind, value = (step, None) if isinstance(step, str) else next(iter(step.items()), ("", None))
     if kind not in (*_STEPS, *_JOINS):
-        raise UserError(f"--names: step {kind!r} is unknown; choose from {', '.join((*_STEPS, *_JOINS))}")
+        raise UserError(f"step {quoted(step)} is unknown; choose from {', '.join((*_STEPS, *_JOINS))}")
     return kind, value
 
 
@@ -184,8 +207,8 @@ def _size(size: int | str, config: Mapping[str, Any]) -> int:
         "head_dim": config.get("head_dim") or (hidden // heads if hidden and heads else None),
         "intermediate": config.get("intermediate_size"),
     }
-    if (found := known.get(size)) is None:
-        raise UserError(f"--names: {size} is not known; give the model's config.json with --config")
+    if (found := known[size]) is None:
+        raise UserError(f"{size} is not known; give the model's config.json with --config")
     return int(found)
 
 

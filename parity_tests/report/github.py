@@ -3,6 +3,7 @@
 import json
 
 from parity_tests.report.schema import Report
+from parity_tests.report.verdict import in_words
 
 
 def annotations(report: Report) -> list[str]:
@@ -16,13 +17,18 @@ def annotations(report: Report) -> list[str]:
     return lines
 
 
-def to_badge(report: Report) -> str:
-    """`badge.json`, as shields.io's endpoint badge reads it."""
+def to_badge(report: Report, kind: str = "reference") -> str:
+    """`badge.json`, as shields.io's endpoint badge reads it. kind: what is allowed (`in_words`)."""
     judged = [case for case in report.cases if case.skipped is None]
     failed = sum(case.failed for case in judged)
     of = f"{len(judged)} case{'s' * (len(judged) != 1)}"
     message = f"{failed} of {of} differ" if failed else f"{of} the same"
     color = "red" if failed else "brightgreen"
+    if kind != "reference":  # of one dump, and no proof
+        message, color = (
+            in_words(report, kind).partition(":")[0].lower(),
+            "red" if failed and kind == "floor" else "blue",
+        )
     if not judged:
         message, color = "not judged", "lightgrey"
     return json.dumps({"schemaVersion": 1, "label": "parity", "message": message, "color": color}) + "\n"

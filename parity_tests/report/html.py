@@ -64,13 +64,14 @@ def render(report: Report, kind: str = "reference") -> str:
         headline=word,
         sentence=sentence,
         passed=report.passed,
+        kind=kind,
         entries=entries,
         failed=[entry for entry in entries if entry.case.failed],
         stages={stage: name for stage, name in STAGES.items() if stage in present},
         scale=_scale(),
         signs=SIGNS,
-        place=place,
-        ratio=ratio,
+        place=(lambda m: "p0" if m.passed else "p4") if kind == "difference" else place,
+        ratio=(lambda m: number(m.error)) if kind == "difference" else ratio,
         number=number,
     )
 

@@ -5,10 +5,13 @@ from xml.etree import ElementTree
 
 from anchorline.page import printable
 from parity_tests.report.schema import CaseReport, Report
+from parity_tests.report.verdict import in_words
 
 
-def to_junit(report: Report) -> str:
-    """One test suite: broken rules are failures, cases that could not be judged errors, skipped ones say why."""
+def to_junit(report: Report, kind: str = "reference") -> str:
+    """One test suite: broken rules are failures, cases that could not be judged errors, skipped ones say why. kind:
+    what is allowed (`in_words`).
+    """
     found = Counter(case.verdict for case in report.cases)
     counts = {"tests": len(report.cases), "failures": found["broken"], "errors": found["not judged"]}
     counts |= {"skipped": found["skipped"]}
@@ -18,12 +21,12 @@ def to_junit(report: Report) -> str:
         suites, "testsuite", attributes | {"name": printable(report.title), "timestamp": report.created}
     )
     for case in report.cases:
-        _add(suite, case)
+        _add(suite, case, in_words(report, kind) if kind != "reference" else "")
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _add(suite: ElementTree.Element, case: CaseReport) -> None:
+def _add(suite: ElementTree.Element, case: CaseReport, said: str) -> None:
     test = ElementTree.SubElement(
         suite,
         "testcase",
@@ -35,9 +38,11 @@ def _add(suite: ElementTree.Element, case: CaseReport) -> None:
     )
     if not case.passed:
         kind = {"skipped": "skipped", "not judged": "error", "broken": "failure"}[case.verdict]
-        words = ElementTree.SubElement(test, kind, {"message": printable(case.reasons[0])})
+        words = ElementTree.SubElement(test, kind, {"message": printable(said or case.reasons[0])})
         if case.failed:
             words.text = printable("\n".join([*_broken(case), case.command]))
+    if said or case.notes:
+        ElementTree.SubElement(test, "system-out").text = printable("\n".join(filter(None, [said, *case.notes])))
 
 
 def _broken(case: CaseReport) -> list[str]:

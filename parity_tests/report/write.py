@@ -15,8 +15,8 @@ def write(report: Report, out: Path, kind: str = "reference") -> None:
     make_folder(out)
     write_report(report, out / "report.json")
     replace_file(out / "report.html", render(report, kind).encode())
-    replace_file(out / "junit.xml", to_junit(report).encode())
-    replace_file(out / "badge.json", to_badge(report).encode())
+    replace_file(out / "junit.xml", to_junit(report, kind).encode())
+    replace_file(out / "badge.json", to_badge(report, kind).encode())
 
 
 def make_folder(out: Path) -> None:
