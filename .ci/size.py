@@ -23,10 +23,10 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_050,
-    "lines of tests' code": 22_230,
-    "lines of source": 44_152,
-    "lines of tests": 28_776,
+    "lines of code": 31_133,
+    "lines of tests' code": 22_339,
+    "lines of source": 44_264,
+    "lines of tests": 28_932,
     "words of docs": 27_500,
     "settings without description": 0,
 }

@@ -27,7 +27,6 @@ UNIT_ROUNDOFF = {
 }
 UNLIKELY = 8.0  # standard deviations of independent roundings that a part of an array is allowed
 HALF = ("bfloat16", "float16")
-IN_PARTS = (*HALF, "float32")  # whose arrays are judged in parts, too
 LEAST = 16  # values in a part: the mean square of fewer says too little
 _AT_ONCE = 2**16  # elements widened to float64 at a time: what stays in a cache is twice as fast as 2**22
 
@@ -106,8 +105,9 @@ def judge(
     truth: the same quantity from float64 arithmetic on the same inputs.
     reference: the same quantity with the candidate's roundings (the oracle under the candidate's preset).
     dtype: the dtype the candidate computes in: `float64`, `float32`, `float16` or `bfloat16`.
-    axes: names the axes, so that parts of an array of float32 or half precision are judged too: `BTHD`, `BTM`, `BHT`,
-        `BT` (tokens T in rows B, heads H) or `OI` (a weight).
+    axes: names the axes, so that parts of an array of half precision, and of one in float32 that `inherits`, are judged
+        too: `BTHD`, `BTM`, `BHT`, `BT` (tokens T in rows B, heads H) or `OI` (a weight). The gradient of one function
+        in float32 has tokens of few, large terms, where right code errs 1.3 times what chance allows.
     cancels: the array is a difference of larger numbers, as gradients are, so that a token is allowed what the whole
         array is.
     inherits: the array has errors of the layers before it. A token is allowed what the whole array is, and its values
@@ -139,7 +139,8 @@ def judge(
     error, reference_error, size = (float(x) for x in np.sqrt(squares / truth.size))
     allowance = 2 * max(reference_error, likely_error) + UNIT_ROUNDOFF[dtype] * size
     part = None
-    if axes is not None and dtype in IN_PARTS and error and np.isfinite(allowance) and np.isfinite(error):
+    in_parts = dtype in HALF or (dtype == "float32" and inherits)
+    if axes is not None and in_parts and error and np.isfinite(allowance) and np.isfinite(error):
         parts = _judge_parts(candidate, truth, reference, dtype, axes, allowance, cancels or inherits, inherits)
         if rotated and dtype in HALF:
             parts += _judge_angles(candidate[..., :rotated], truth[..., :rotated], reference[..., :rotated], allowance)

@@ -146,7 +146,7 @@ def compare(
     if dtype not in (None, *UNIT_ROUNDOFF):
         raise UserError(f"--dtype {dtype}: unknown; choose from {', '.join(UNIT_ROUNDOFF)}")
     from parity_tests.comparing.compare import compare
-    from parity_tests.comparing.dumps import check_fits, open_dump
+    from parity_tests.comparing.dumps import check_alike, check_fits, open_dump
     from parity_tests.comparing.judging import Rule
     from parity_tests.comparing.logprobs import describe, open_logprobs
     from parity_tests.comparing.names import load_names, recognise, rename
@@ -162,8 +162,6 @@ def compare(
     def read(path: Path | None, option: str, called: str | None) -> Any:
         if path is None:
             return None
-        if logprobs:
-            return open_logprobs(path)
         dump = open_dump(path, order, config)
         recorded.extend(dump.arrays)
         if called == "auto":
@@ -171,9 +169,14 @@ def compare(
             print(f"names of {path}: {f'by the map {called}' if called else 'as they are'}")
         return dump if called in (None, "none") else rename(dump, load_names(called, option))
 
-    first = read(candidate, "--names", names)
-    second, third, fourth = (read(path, "--truth-names", truth_names) for path in (truth, reference, against))
+    paths = (truth, reference, against)
+    if logprobs:
+        first, second, third, fourth = open_logprobs(candidate, *paths)
+    else:
+        first = read(candidate, "--names", names)
+        second, third, fourth = (read(path, "--truth-names", truth_names) for path in paths)
     right = second or fourth
+    check_alike(right, first, third)
     for option, patterns in (("--only", only or ()), ("--axes", given)):
         check_fits(option, patterns, [*first.arrays, *right.arrays])
     check_fits("--order", filter(None, order.read_text().splitlines()) if order else (), recorded)

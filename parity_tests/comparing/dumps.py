@@ -1,22 +1,25 @@
 """A dump: named arrays in safetensors files, in the order of the computation, read from the disk where they are needed.
 
 A dump is a file, or a folder of files. Files whose arrays have other names are parts of one dump. Where names repeat,
-files that have `rank` in their names are the ranks of one computation, all others are steps (`step 3: loss`).
+files called `rank0`, `rank1`, ... are the ranks of one computation, files that differ in one other number are steps
+(`step 3: loss`).
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from anchorline.errors import UserError, did_you_mean, quoted
-from anchorline.files import read_json
+from anchorline.errors import UserError, did_you_mean, quoted, some
+from anchorline.files import parse_json, read_json
 from parity_tests.report.names import bare, natural, sort_key
 
 MOST_HEADER = 100_000_000  # bytes, as the format's own library allows
@@ -52,6 +55,7 @@ class Dump:
     targets: patterns of the names that its map of names can make; none, where there is no map.
     called: option and file of that map, if it is the user's own.
     places: places of names in the order that the metadata or `--order` give; what has none is sorted behind them.
+    steps: numbers of its steps, if it has any.
     """
 
     source: str
@@ -60,6 +64,7 @@ class Dump:
     targets: tuple[str, ...] = ()
     called: str = ""
     places: Mapping[str, int] = field(default_factory=dict[str, int])
+    steps: tuple[int, ...] = ()
 
 
 def open_dump(path: Path, order: Path | None = None, config: Path | None = None) -> Dump:
@@ -70,35 +75,37 @@ def open_dump(path: Path, order: Path | None = None, config: Path | None = None)
     config: the model's config.json, where the metadata lack it.
     Raises UserError: there is none, it is damaged, or holds a dtype that nothing here reads.
     """
+    opening = f"dump {quoted(str(path))}"
     files = sorted(path.glob("*.safetensors"), key=natural) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         why = "the folder holds no .safetensors file" if path.is_dir() else "no such file"
-        raise UserError(f"dump {quoted(str(path))}: {why}; give a file, or a folder of files")
-    parts: list[dict[str, Array]] = []
-    metadata: dict[str, str] = {}
-    for file in files:
-        found, about = _read_header(file)
-        parts.append(found)
-        metadata |= about
+        raise UserError(f"{opening}: {why}; give a file, or a folder of files")
+    headers = [_read_header(file) for file in files]
+    parts = [part for part, _ in headers]
     names = [name for part in parts for name in part]
-    arrays: dict[str, list[Array]] = {}
-    repeated = len(set(names)) < len(names)
-    by_step = repeated and not all("rank" in file.name for file in files)
-    for file, part in zip(files, parts, strict=True):
-        numbers = [int(number) for number in re.findall(r"\d+", file.stem)] or [file.stem]
-        step = f"step {numbers[-1]}: " if by_step else ""
-        for name, array in part.items():
-            arrays.setdefault(step + name, []).append(array)
+    steps = _steps(opening, files, len(set(names)) < len(names)) if path.is_dir() else []
+    if not names:
+        raise UserError(f"{opening}: holds no array")
     try:
-        said = order.read_text(encoding="utf-8").split("\n") if order else json.loads(metadata.get("order", "[]"))
-        model = read_json(config, "--config") if config else json.loads(metadata.get("config", "{}"))
+        said = (
+            order.read_text(encoding="utf-8").splitlines()
+            if order
+            else [name for _, about in headers for name in about["order"]]
+        )
+        model = read_json(config, "--config") if config else {k: x for _, a in headers for k, x in a["config"].items()}
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"dump {quoted(str(path))}: its order or config cannot be read: {error}") from None
-    place = {name: number for number, name in enumerate(said)}
-    places = {name: place[bare(name)] for name in arrays if bare(name) in place}
-    return Dump(str(path), in_order(arrays, places), model, places=places)
+        raise UserError(f"{opening}: its order or config cannot be read: {error}") from None
+    place = {name: number for number, name in enumerate(dict.fromkeys(said))}
+    arrays: dict[str, list[Array]] = {}
+    places: dict[str, int] = {}
+    for step, part in zip(steps or [None] * len(parts), parts, strict=True):
+        for name, array in part.items():
+            label = name if step is None else f"step {step}: {name}"
+            arrays.setdefault(label, []).append(array)
+            places |= {label: place[name]} if name in place else {}
+    return Dump(str(path), in_order(arrays, places), model, places=places, steps=tuple(steps))
 
 
 def in_order(arrays: Mapping[str, Sequence[Array]], places: Mapping[str, int]) -> dict[str, Sequence[Array]]:
@@ -109,6 +116,25 @@ def in_order(arrays: Mapping[str, Sequence[Array]], places: Mapping[str, int]) -
     }
 
 
+def _steps(opening: str, files: Sequence[Path], repeated: bool) -> list[int]:
+    """The step of each file of a folder; none, if they are ranks or parts of one dump. Raises UserError."""
+    ranks = [tuple(map(int, re.findall(r"rank[-_. =]*(\d+)", file.stem, re.IGNORECASE))) for file in files]
+    if all(ranks):
+        wanted = product(*(range(min(max(own), len(own)) + 1) for own in zip(*ranks, strict=False)))
+        for rank in wanted:
+            if rank not in ranks:
+                raise UserError(
+                    f"{opening}: lacks rank {', '.join(map(str, rank))}; give a file of each rank, from 0 on"
+                )
+    if not repeated or (all(ranks) and len(set(ranks)) == len(ranks)):
+        return []
+    steps = [int(number) for file in files for number in re.findall(r"(\d+)\D*$", file.stem)]
+    if any(ranks) or len({re.sub(r"\d+(?=\D*$)", "", f.stem) for f in files}) > 1 or len(set(steps)) < len(files):
+        which = some([file.name for file in files])
+        raise UserError(f"{opening}: {which} hold the same names; call them rank0, rank1, ... or step0, step1, ...")
+    return steps
+
+
 def check_fits(option: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     """Raises UserError: a pattern of an option fits no name, such as a name that is misspelt."""
     own = [bare(name) for name in names]
@@ -117,28 +143,54 @@ def check_fits(option: str, patterns: Iterable[str], names: Sequence[str]) -> No
             raise UserError(f"{option} {pattern}: fits no name{did_you_mean(pattern, own)}; mend it, or take it out")
 
 
-def _read_header(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
+def check_alike(truth: Dump, *others: Dump | None) -> None:
+    """Raises UserError: one of two dumps has steps, or the truth's ranks are not as many as another's."""
+    for other in filter(None, others):
+        mine, true = (max(map(len, dump.arrays.values())) for dump in (other, truth))
+        if bool(other.steps) != bool(truth.steps) or true not in (1, mine):
+            sides = ((other, mine), (truth, true))
+            said = [f"{dump.source} holds {len(dump.steps) or 'no'} steps and {n} ranks" for dump, n in sides]
+            raise UserError(f"{', '.join(said)}; give as many on both sides")
+
+
+def _read_header(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The arrays of a file, and what its metadata say: `order` and `config`."""
+    opening = f"dump {quoted(str(path))}"
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, MOST_HEADER):
                 raise ValueError("its header does not fit into it")
-            header = json.loads(file.read(length))
-        metadata = header.pop("__metadata__", {})
-        arrays = {name: _place(path, length + 8, size, entry) for name, entry in header.items()}
+            header = parse_json(file.read(length))
+        metadata = {**header.pop("__metadata__", {})}
+        about = {key: _said(metadata, key, kind) for key, kind in (("order", list), ("config", dict))}
+        arrays = {name: _place(name, path, length + 8, size, entry) for name, entry in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"dump {quoted(str(path))}: not safetensors, or damaged ({error})") from None
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{opening}: not safetensors, or damaged ({error})") from None
     # The order of the file is that of its bytes: writers sort by dtype and name, so it says nothing.
-    return arrays, metadata
+    return arrays, about
 
 
-def _place(path: Path, start: int, size: int, entry: Mapping[str, Any]) -> Array:
+def _said(metadata: dict[str, Any], key: str, kind: Any) -> Any:
+    try:
+        value = json.loads(metadata[key]) if key in metadata else kind()
+    except (ValueError, TypeError, RecursionError):
+        value: Any = None
+    if not isinstance(value, kind) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{key} in its metadata is {quoted(metadata[key])}, and no {kind.__name__} of names as JSON")
+    return value
+
+
+def _place(name: str, path: Path, start: int, size: int, entry: Mapping[str, Any]) -> Array:
     code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if code not in _DTYPES:
-        raise ValueError(f"dtype {code} is unknown here; write {', '.join(_DTYPES)}")
-    dtype = np.dtype(_DTYPES[code])
-    count = int(np.prod(shape, dtype=np.int64))
+        raise UserError(f"dump {path}: {name} is of dtype {code}; write one of {', '.join(_DTYPES)}")
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError(f"{name} has shape {list(shape)}")
+    dtype, count = np.dtype(_DTYPES[code]), math.prod(shape)
     if count * dtype.itemsize != end - begin or start + end > size:
         raise ValueError("an array reaches beyond its bytes")
 

@@ -4,13 +4,14 @@ A file is JSONL, a document a line, `{"token_ids": [...], "logprobs": [...]}`, o
 and perhaps `document_ids`, all of one shape.
 """
 
-import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from anchorline.errors import UserError, quoted
+from anchorline.files import parse_json
 from parity_tests.comparing.dumps import Array, Dump, open_dump
 
 _NAMES = ("token_ids", "logprobs", "document_ids")
@@ -18,49 +19,79 @@ _QUANTILES = (0.01, 0.5, 0.99)
 _PARTS = 4  # of a document, along which the difference is shown
 
 
-def open_logprobs(path: Path) -> Dump:
-    """Read a file as a dump of `inputs.token_ids`, `inputs.document_ids`, `inputs.position_ids` and `logprobs`, flat.
+def open_logprobs(*paths: Path | None) -> list[Any]:
+    """Read files as dumps of `inputs.token_ids`, `inputs.document_ids`, `inputs.position_ids` and `logprobs`, flat.
 
-    Raises UserError: it is neither, or a line has not one log-probability for each token.
+    Tokens whose log-probability is null, as samplers write it for the first of a prompt, are left out.
+    Raises UserError: a file is neither, has not one log-probability for each token, or has null where another has none.
     """
+    read = [None if path is None else _read(path) for path in paths]
+    (one, nulls), *others = filter(None, read)
+    for other, own in others:
+        if differ := nulls ^ own:
+            document, token = min(differ)
+            null, number = (one, other) if (document, token) in nulls else (other, one)
+            raise UserError(
+                f"--logprobs {null.source}: line {document + 1} has null for token {token}, {number.source} a "
+                "log-probability; give null in both, or in none"
+            )
+    return [found and found[0] for found in read]
+
+
+def _read(path: Path) -> tuple[Dump, set[tuple[int, int]]]:
+    """A file, and document and position of its tokens that have no log-probability."""
+    opening = f"--logprobs {quoted(str(path))}"
     try:
         with path.open("rb") as file:
-            text = file.read(1) == b"{"
-        found = (
-            _read_lines(path) if text else {n: x[0].load() for n, x in open_dump(path).arrays.items() if n in _NAMES}
+            first = file.read(1)
+        arrays = (
+            _read_lines(path) if first in (b"{", b"") else {n: x[0].load() for n, x in open_dump(path).arrays.items()}
         )
-        ids, values = (np.asarray(found[name]) for name in _NAMES[:2])
+        ids, values = (np.asarray(arrays[name]) for name in _NAMES[:2])
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"--logprobs {quoted(str(path))}: no token_ids and logprobs in it ({error})") from None
+        raise UserError(f"{opening}: no token_ids and logprobs in it ({error})") from None
     rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape) if ids.ndim == 2 else np.zeros(ids.shape, int)
-    documents = np.asarray(found.get("document_ids", rows))
+    documents = np.asarray(arrays.get("document_ids", rows))
     if not ids.shape == values.shape == documents.shape or not ids.size:
-        raise UserError(
-            f"--logprobs {quoted(str(path))}: {ids.shape} token_ids and {values.shape} logprobs; give one each"
-        )
-    documents = documents.reshape(-1)
+        raise UserError(f"{opening}: {ids.shape} token_ids and {values.shape} logprobs; give one each")
+    ids, values, documents = (x.reshape(-1) for x in (ids, values, documents))
+    given = np.not_equal(values, None) if values.dtype == object else np.ones(len(values), bool)
+    values = values.astype(np.float64) if values.dtype == object else values
+    if (
+        ids.dtype.kind not in "iu"
+        or documents.dtype.kind not in "iu"
+        or values.dtype.kind in "iubSU"
+        or not given.any()
+    ):
+        raise UserError(f"{opening}: {ids.dtype} token_ids and {values.dtype} logprobs; give integers and floats")
     starts = np.concatenate([[True], documents[1:] != documents[:-1]])
     index = np.arange(len(documents))
     positions = index - np.maximum.accumulate(np.where(starts, index, 0))
-    own = {"token_ids": ids.reshape(-1), "document_ids": documents, "position_ids": positions}
-    arrays = {f"inputs.{name}": [Array(None, lambda x=x: x)] for name, x in own.items()}
-    dtype = str(values.dtype) if "float" in str(values.dtype) else "float64"
-    return Dump(str(path), arrays | {"logprobs": [Array(dtype, lambda: values.reshape(-1))]}, {})
+    own = {"token_ids": ids, "document_ids": documents, "position_ids": positions}
+    inputs = {f"inputs.{name}": [Array(None, lambda x=x: x[given])] for name, x in own.items()}
+    held = inputs | {"logprobs": [Array(str(values.dtype), lambda: values[given])]}
+    return Dump(str(path), held, {}), {(int(documents[i]), int(positions[i])) for i in np.flatnonzero(~given)}
 
 
 def _read_lines(path: Path) -> dict[str, np.ndarray]:
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    for number, x in enumerate(lines, 1):
-        if len(x["token_ids"]) != len(x["logprobs"]):
-            counts = f"{len(x['token_ids'])} token_ids and {len(x['logprobs'])} logprobs"
-            raise UserError(f"--logprobs {quoted(str(path))}: line {number} has {counts}; give one for each token")
-    columns = zip(
-        *((i, v, n) for n, x in enumerate(lines) for i, v in zip(x["token_ids"], x["logprobs"], strict=True)),
-        strict=True,
-    )
-    return {name: np.asarray(column) for name, column in zip(_NAMES, columns, strict=True)}
+    columns: dict[str, list[Any]] = {name: [] for name in _NAMES}
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        x = parse_json(line.encode())
+        ids, values = x["token_ids"], x["logprobs"]
+        if not {*map(type, ids)} <= {int} or not {*map(type, values)} <= {int, float, type(None)}:
+            raise ValueError(f"line {number + 1}: give lists of integers, and of numbers or null")
+        if len(ids) != len(values):
+            counts = f"{len(ids)} token_ids and {len(values)} logprobs"
+            raise ValueError(f"line {number + 1} has {counts}; give one for each token")
+        for name, column in zip(_NAMES, (ids, values, [number] * len(ids)), strict=True):
+            columns[name] += column
+    return {
+        name: np.asarray(column, None if name != "logprobs" or None in column else float)
+        for name, column in columns.items()
+    }
 
 
 def describe(candidate: Dump, right: Dump) -> list[str]:

@@ -24,6 +24,7 @@ Sizes are numbers, or `heads`, `kv_heads`, `head_dim` and `intermediate` of the 
 (pipeline parallel; true: every rank is one) a layer's number counts on from the stage before, whose ranks come first.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from anchorline import settings
 from anchorline.errors import UserError, did_you_mean, quoted, some
@@ -57,6 +58,11 @@ class Source(BaseModel):
     def _of_a_name(cls, value: Any) -> Any:
         value = value if isinstance(value, dict) else {"from": value}
         return value | {"from": [value["from"]]} if isinstance(value.get("from"), str) else value
+
+    @field_validator("steps")
+    @classmethod
+    def _known(cls, steps: list[Any]) -> list[Any]:
+        return [_step(step) and step for step in steps]
 
 
 class Names(BaseModel):
@@ -186,13 +192,27 @@ def _made(opening: str, sources: Sequence[Sequence[Array]], steps: Sequence[Any]
 
 
 def _add(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    if len({x.shape for x in arrays}) > 1:
+        raise ValueError(f"shapes {[list(x.shape) for x in arrays]} cannot be added")
     return arrays[0] if len(arrays) == 1 else sum(x.astype(np.float64) for x in arrays)  # type: ignore[return-value]
+
+
+_SIZE = r'("(heads|kv_heads|head_dim|intermediate)"|[1-9]\d*)'
+_FORMS = {  # of a step's value as JSON, and an example; others have none
+    "part": (rf"\[\d+, \[{_SIZE}(, {_SIZE})*\]\]", "[0, [heads, kv_heads, kv_heads]]"),
+    "groups": ('"[qkv]"', "q, k or v"),
+    "move": (r"\[\d+(, \d+)*\]", "[1, 0, 2]"),
+    "join": (r"-?\d+", "2"),
+}
 
 
 def _step(step: Any) -> tuple[str, Any]:
     kind, value = (step, None) if isinstance(step, str) else next(iter(step.items()), ("", None))
-    if kind not in (*_STEPS, *_JOINS):
+    if kind not in (*_STEPS, *_JOINS) or (isinstance(step, dict) and len(step) > 1):
         raise UserError(f"step {quoted(step)} is unknown; choose from {', '.join((*_STEPS, *_JOINS))}")
+    form, example = _FORMS.get(kind, ("null", "no value"))
+    if not re.fullmatch(form, json.dumps(value)):
+        raise UserError(f"step {kind} cannot have {quoted(value)}; give {example}")
     return kind, value
 
 
@@ -215,8 +235,10 @@ def _size(size: int | str, config: Mapping[str, Any]) -> int:
 def _part(x: np.ndarray, value: Any, config: Mapping[str, Any]) -> np.ndarray:
     number, cut = value
     shares = [_size(size, config) for size in cut]
-    ends = [x.shape[-1] * end // sum(shares) for end in accumulate(shares, initial=0)]
-    return x[..., ends[number] : ends[number + 1]]
+    ends = [x.shape[-1] * end / sum(shares) for end in accumulate(shares, initial=0)]
+    if any(end % 1 for end in ends):
+        raise ValueError(f"the last axis, of {x.shape[-1]}, cannot be cut into {shares}")
+    return x[..., int(ends[number]) : int(ends[number + 1])]
 
 
 def _group(x: np.ndarray, which: Any, config: Mapping[str, Any]) -> np.ndarray:
@@ -231,7 +253,7 @@ _STEPS: dict[str, Any] = {
     "part": _part,
     "groups": _group,
     "heads": lambda x, _, config: x.reshape(*x.shape[:-1], -1, _size("head_dim", config)),
-    "half_split": lambda x, *_: np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1),
+    "half_split": lambda x, *_: x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape),
     "unscale": lambda x, *_: x.astype(np.float64) * x.shape[-1] ** 0.5,
     "move": lambda x, axes, _: x.transpose(axes),
     "rows": lambda x, *_: x[None],

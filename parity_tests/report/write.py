@@ -25,5 +25,9 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         (out / ".probe").touch()
         (out / ".probe").unlink()
+        if taken := [
+            name for name in ("report.json", "report.html", "junit.xml", "badge.json") if (out / name).is_dir()
+        ]:
+            raise UserError(f"--out {out}: {taken[0]} in it is a folder; name another folder")
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror or error}; name a folder that can be written") from None

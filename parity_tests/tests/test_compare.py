@@ -303,7 +303,7 @@ def test_ranks_that_one_side_lacks_are_missed(tmp_path, candidate, truth, refere
             write(tmp_path / role / f"rank{rank}.safetensors", {"a": array})
     given = [str(tmp_path / role) for role in ("candidate", "truth", "reference")]
     done = CliRunner().invoke(cli.app, ["compare", given[0], "--truth", given[1], "--reference", given[2]])
-    assert (done.exit_code, "ranks, and elsewhere from" in done.stderr) == (2, True), done.output
+    assert (done.exit_code, " ranks" in done.stderr) == (2, True), done.output
 
 
 @pytest.mark.parametrize("error", [1e-11, 1e-5])

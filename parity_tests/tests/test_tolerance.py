@@ -154,9 +154,9 @@ def test_one_token_of_many_shows_in_float32(dtype, error, part):
     random, unit = np.random.default_rng(0), UNIT_ROUNDOFF[dtype]
     truth = random.standard_normal((1, 2048, 4, 16))
     candidate, reference = (truth * (1 + 4 * unit * random.standard_normal(truth.shape)) for _ in range(2))
-    assert judge(candidate, truth, reference, dtype, "BTHD").passed
+    assert judge(candidate, truth, reference, dtype, "BTHD", inherits=True).passed
     candidate[0, 1234] *= 1 + error
-    verdict = judge(candidate, truth, reference, dtype, "BTHD")
+    verdict = judge(candidate, truth, reference, dtype, "BTHD", inherits=True)
     assert verdict.whole < 1
     assert (verdict.passed, verdict.part and verdict.part.name) == (part is None, part)
 

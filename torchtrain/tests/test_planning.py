@@ -169,7 +169,8 @@ def test_what_is_proposed_is_a_config(
     changed = load_config(path, [*overrides, *changes])
     check_layout(changed.distributed, changed.train, processes)
     assert budget.count_memory(changed, LARGE, processes) == after
-    assert after.gpu < before or not changes
+    # What fits may become faster with the same memory.
+    assert after.gpu < before or not changes or (share == 1 and after.gpu == before)
 
 
 def test_adapters_alone_are_what_is_trained(call):
