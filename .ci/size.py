@@ -23,10 +23,10 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_133,
-    "lines of tests' code": 22_339,
-    "lines of source": 44_264,
-    "lines of tests": 28_932,
+    "lines of code": 31_162,
+    "lines of tests' code": 22_428,
+    "lines of source": 44_300,
+    "lines of tests": 29_043,
     "words of docs": 27_500,
     "settings without description": 0,
 }

@@ -15,7 +15,7 @@ from anchorline.environment import processor, usable_cores
 from anchorline.errors import UserError, did_you_mean, some
 from parity_tests.comparing.dumps import Array, Dump
 from parity_tests.comparing.hints import explain, know
-from parity_tests.comparing.judging import SHOWN, Found, Rule, Sides, choose, measure_all
+from parity_tests.comparing.judging import FEW, NO_ROUNDING, SHOWN, Found, Rule, Sides, choose, measure_all
 from parity_tests.mistakes.words import sentence, where
 from parity_tests.report.measure import join_problems
 from parity_tests.report.names import bare, group_of
@@ -60,6 +60,8 @@ def compare(
     dumps = {"candidate": candidate, "truth": truth, "reference": reference, "against": against}
     settings = {role: dump.source for role, dump in dumps.items() if dump is not None}
     _refuse_own_reference(settings)
+    if reference is not None:
+        _refuse_other_inputs(right, reference)
     pairs, problems, apart = _pair(candidate, right, reference, only)
     if truth is not None:
         _refuse_coarse(pairs, rule.dtype)
@@ -67,6 +69,10 @@ def compare(
     problems += not_judged
     if not problems and not any(np.prod(f.measure.shape) for f in found):
         raise UserError(f"candidate {candidate.source}: no array holds a number: there is nothing to judge")
+    if apart and not any(f.dtype for f in found):
+        raise UserError(
+            f"candidate {candidate.source}: nothing that was computed is compared ({apart[0]}); mend the map"
+        )
     divergence, notes = None, []
     first = next((f for f in found if not f.measure.passed), None)
     _refuse_other_roundings(found, first is None)
@@ -190,9 +196,24 @@ def _refuse_own_reference(sources: Mapping[str, str]) -> None:
             )
 
 
+def _refuse_other_inputs(truth: Dump, reference: Dump) -> None:
+    """What a reference errs says nothing, if it computed something else; also where inputs are not compared."""
+    for name in (name for name in truth.arrays if bare(name).startswith("inputs.") and name in reference.arrays):
+        for mine, true in zip(reference.arrays[name], truth.arrays[name], strict=False):
+            if mine.dtype is None and true.dtype is None and not np.array_equal(mine.load(), true.load()):
+                raise UserError(f"reference: {name} is not the truth's: record both on the same inputs")
+
+
 def _refuse_other_roundings(found: Sequence[Found], passed: bool) -> None:
     """A coarser reference lets mistakes pass; by a finer one right code fails."""
-    sides = {f.coarser for f in found if f.dtype and f.size}
+    forward = [f for f in found if f.dtype and f.size and f.measure.group == "forward"]
+    wrong = [f for f in forward if f.reference >= NO_ROUNDING]
+    if wrong and 2 * len(wrong) >= len(forward):
+        raise UserError(
+            f"reference: it errs by {wrong[0].reference:.0%} of the truth's size in {wrong[0].name}: that is no "
+            "rounding but another computation; record both alike"
+        )
+    sides = {f.coarser for f in found if f.dtype and f.size and np.prod(f.measure.shape) >= FEW}
     if sides == {1} and passed:
         raise UserError(
             "reference: all its arrays are coarser than the candidate's, so that mistakes pass, too; record it in the "

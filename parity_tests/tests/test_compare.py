@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -249,6 +249,112 @@ def test_a_side_that_can_judge_nothing_is_refused(sides, tmp_path, role, name, c
         write(tmp_path / f"{which}.safetensors", dumps[which])
     done = run(tmp_path, dumps["candidate"])
     assert (done.exit_code, says in done.stderr) == (2, True), done.output
+
+
+def judged(folder: Path, candidate: Arrays, truth: Arrays, reference: Arrays, *options: str):
+    for role, arrays in (("truth", truth), ("reference", reference)):
+        write(folder / f"{role}.safetensors", arrays)
+    return run(folder, candidate, *options)
+
+
+def _three(names: Iterable[str], *shape: int) -> tuple[Arrays, Arrays, Arrays]:
+    """Candidate, truth and reference of a right engine."""
+    random = np.random.default_rng(0)
+    truth = {name: random.standard_normal(shape) for name in names}
+    noisy = [{n: rounded(x, seed) for n, x in truth.items()} for seed in (2, 1)]
+    return noisy[0], truth, noisy[1]
+
+
+def test_a_reference_that_is_another_computation_is_refused(tmp_path):
+    candidate, truth, reference = _three(["h"], B, T, M)
+    other = np.random.default_rng(1).standard_normal((B, T, M)).astype(ml_dtypes.bfloat16)
+    done = judged(tmp_path, {"h": -candidate["h"]}, truth, reference | {"h": other})
+    assert (done.exit_code, "that is no rounding but another computation" in done.stderr) == (2, True), done.output
+
+
+def test_inputs_are_compared_where_they_are_left_out(tmp_path):
+    candidate, truth, reference = _three(["logits"], B, T, M)
+    ids = {"inputs.input_ids": _OTHER}
+    done = judged(
+        tmp_path, candidate | ids, truth | ids, reference | {"inputs.input_ids": _OTHER[::-1]}, "--only", "logits"
+    )
+    assert (done.exit_code, "reference: inputs.input_ids is not the truth's" in done.stderr) == (2, True), done.output
+
+
+def test_inputs_that_are_masks_may_have_other_numbers_for_what_is_not_seen(tmp_path):
+    candidate, truth, reference = _three(["h"], B, T, M)
+    masks = [np.where(np.tri(T, dtype=bool), 0, low) for low in (-np.inf, np.finfo(np.float64).min, -3.3e38)]
+    dumps = [
+        dump | {"inputs.attention_mask": mask} for dump, mask in zip((candidate, truth, reference), masks, strict=True)
+    ]
+    dumps = [{n: x.astype(np.float32) if n != "h" and i != 1 else x for n, x in d.items()} for i, d in enumerate(dumps)]
+    assert judged(tmp_path, *dumps).exit_code == 0
+
+
+def test_what_is_0_in_theory_frees_no_other_array(tmp_path):
+    """The gradient of k's bias is rounding in all three."""
+    names = [f"gradients.model.layers.{i}.self_attn.k_proj.bias" for i in range(2)] + ["gradients.model.norm.weight"]
+    candidate, truth, reference = _three(names, M)
+    dumps = [
+        dump | {n: dump[n] * np.asarray(by, dump[n].dtype) for n in names[:2]}
+        for dump, by in ((candidate, 1e-4), (truth, 1e-17), (reference, 1e-4))
+    ]
+    more, wrong = _three(["gradients.model.layers.0.self_attn.q_proj.weight"], M, M), -5 * dumps[0][names[2]]
+    dumps = [dump | one for dump, one in zip(dumps, more, strict=True)]
+    assert judged(tmp_path, *dumps).exit_code == 0
+    assert judged(tmp_path, dumps[0] | {names[2]: wrong.astype(ml_dtypes.bfloat16)}, *dumps[1:]).exit_code == 1
+
+
+def test_a_number_in_float32_does_not_hide_a_coarse_reference(tmp_path):
+    _, truth, reference = _three(["h"], B, T, M)
+    loss = {"loss": np.array([2.0], np.float32)}
+    fine = {"h": rounded(truth["h"], 2).astype(np.float32) * np.float32(1 + 2**-20)}
+    done = judged(tmp_path, fine | loss, truth | {"loss": np.array([2.0])}, reference | loss)
+    assert (done.exit_code, "coarser than the candidate's" in done.stderr) == (2, True), done.output
+
+
+@pytest.mark.parametrize("axes", ["TM", "MT"])
+def test_axes_reach_ranks_and_the_worst_place_is_that_of_the_array(tmp_path, axes):
+    for role, seed in (("candidate", 2), ("truth", None), ("reference", 1)):
+        (tmp_path / role).mkdir()
+        for rank in range(2):
+            x = np.random.default_rng(rank).standard_normal((400, M))
+            x = x if axes == "TM" else x.T
+            y = x if seed is None else rounded(x, seed)
+            if role == "candidate":
+                y = y.copy()
+                at = (100, slice(None)) if axes == "TM" else (slice(None), 100)
+                y[at] = (y[at].astype(np.float32) * 1.1).astype(y.dtype)
+            write(tmp_path / role / f"rank{rank}.safetensors", {"h": y})
+    given = [str(tmp_path / role) for role in ("candidate", "truth", "reference")]
+    options = ["--truth", given[1], "--reference", given[2], "--axes", f"h={axes}"]
+    done = CliRunner().invoke(cli.app, ["compare", given[0], *options])
+    assert (done.exit_code, "token 100 of row 0 errs" in done.stdout) == (1, True), done.output
+    assert "100" in done.stdout.partition("worst at ")[2].partition(":")[0]
+
+
+def test_a_lucky_loss_of_replicated_ranks_is_no_fault(tmp_path):
+    candidate, truth, reference = _three(["logits"], B, T, M)
+    losses = (3.0006, 3.0, 3.0)
+    for role, dump, loss in zip(
+        ("candidate", "truth", "reference"), (candidate, truth, reference), losses, strict=True
+    ):
+        (tmp_path / role).mkdir()
+        for rank in range(2):
+            one = np.array([loss], np.float64 if role == "truth" else np.float32)
+            write(tmp_path / role / f"rank{rank}.safetensors", dump | {"loss": one})
+    given = [str(tmp_path / role) for role in ("candidate", "truth", "reference")]
+    done = CliRunner().invoke(cli.app, ["compare", given[0], "--truth", given[1], "--reference", given[2]])
+    assert done.exit_code == 0, done.output
+
+
+def test_a_map_that_leaves_nothing_computed_is_refused(tmp_path):
+    candidate, truth, reference = _three(["model.layers.0.mlp"], B, T, M)
+    (tmp_path / "map.yaml").write_text("names: {inputs.input_ids: tokens}\n")
+    mine = {"tokens": _OTHER, "blocks.0.mlp": -candidate["model.layers.0.mlp"]}
+    rest = {"inputs.input_ids": _OTHER}
+    done = judged(tmp_path, mine, truth | rest, reference | rest, "--names", str(tmp_path / "map.yaml"))
+    assert (done.exit_code, "nothing that was computed is compared" in done.stderr) == (2, True), done.output
 
 
 def test_right_code_is_not_failed_by_a_finer_reference(tmp_path):
