@@ -66,6 +66,9 @@ def know(candidate: Mapping[str, Array], truth: Mapping[str, Array], config: Map
     rope, scale = None, None
     if layer is not None:
         B, T, _, D = layer.shape
+        for what, x in ids.items():  # of other shapes (three rows a token, one row for all) nothing is tried
+            if x is not None and (x.dtype.kind not in "iu" or x.shape not in ((B, T), (1, T))):
+                ids[what] = None
         ids["position_ids"] = (
             np.broadcast_to(np.arange(T), (B, T)) if ids["position_ids"] is None else ids["position_ids"]
         )

@@ -131,6 +131,19 @@ def test_another_array_in_its_place_is_named(sides, name, other, says):
     assert says in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("name", ["inputs.position_ids", "inputs.document_ids"])
+@pytest.mark.parametrize(
+    "array", [np.zeros((3, B, T), int), np.arange(T), np.array(3), np.ones((B, T)), np.ones((B, 5), int)]
+)
+def test_ids_of_another_shape_leave_the_verdict(sides, tmp_path, name, array):
+    _, truth, candidate = sides
+    wrong = {"layers.0.attn": candidate["layers.0.attn"][::-1], "layers.0.q_rope": -candidate["layers.0.q"]}
+    reference = {n: rounded(x, 1) for n, x in truth.items()}
+    more = {"layers.0.q_rope": truth["layers.0.q"], name: array}
+    done = judged(tmp_path, candidate | more | wrong, truth | more, reference | more)
+    assert (done.exit_code, "DIFFERENT: layer 0" in done.stdout) == (1, True), done.output
+
+
 def test_what_is_handed_on_is_told_from_what_starts_there(sides):
     folder, _, candidate = sides
     worse = dict(candidate)
