@@ -24,9 +24,9 @@ SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
     "lines of code": 31_162,
-    "lines of tests' code": 22_428,
+    "lines of tests' code": 22_445,
     "lines of source": 44_300,
-    "lines of tests": 29_043,
+    "lines of tests": 29_065,
     "words of docs": 27_500,
     "settings without description": 0,
 }

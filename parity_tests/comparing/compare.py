@@ -117,14 +117,15 @@ def _pair(
     for words, missing in (
         ("the candidate lacks", [name for name in names if name not in candidate.arrays]),
         ("the candidate alone has", [name for name in choose(candidate.arrays, only) if name not in truth.arrays]),
-        ("the reference lacks", [name for name in shared if reference and name not in reference.arrays]),
     ):
         if missing := [name for name in missing if name not in apart]:
             problems.append(f"{words} {some(missing)}")
+    if reference is not None and (missing := [name for name in shared if name not in reference.arrays]):
+        raise UserError(
+            f"reference: lacks {some(missing)}, which the other sides have; record it, or choose with --only"
+        )
     pairs: dict[str, Sides] = {}
     for name in shared:
-        if reference is not None and name not in reference.arrays:
-            continue
         mine, true = candidate.arrays[name], truth.arrays[name]
         other = reference.arrays[name] if reference else []
         if len(true) == 1:  # else ranks on both sides: each against its own

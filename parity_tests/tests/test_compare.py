@@ -285,6 +285,16 @@ def test_a_reference_that_is_another_computation_is_refused(tmp_path):
     assert (done.exit_code, "that is no rounding but another computation" in done.stderr) == (2, True), done.output
 
 
+def test_what_the_reference_lacks_is_no_difference(tmp_path):
+    candidate, truth, reference = _three(["h", "logits"], B, T, M)
+    del reference["logits"]
+    done = judged(tmp_path, candidate, truth, reference)
+    assert (done.exit_code, "reference: lacks logits, which the other sides have" in done.stderr) == (2, True), (
+        done.output
+    )
+    assert judged(tmp_path, candidate, truth, reference, "--only", "h").exit_code == 0
+
+
 def test_inputs_are_compared_where_they_are_left_out(tmp_path):
     candidate, truth, reference = _three(["logits"], B, T, M)
     ids = {"inputs.input_ids": _OTHER}
