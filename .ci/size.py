@@ -26,7 +26,7 @@ CEILINGS = {
     "lines of code": 31_162,
     "lines of tests' code": 22_445,
     "lines of source": 44_300,
-    "lines of tests": 29_065,
+    "lines of tests": 29_080,
     "words of docs": 27_500,
     "settings without description": 0,
 }

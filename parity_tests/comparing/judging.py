@@ -23,7 +23,9 @@ from parity_tests.report.schema import Measure
 # An array of fewer values, or with one axis, has too few independent errors to show how much a reference errs: the
 # gradient of a norm is a sum over tokens whose terms all layers before it moved together. Those of all layers show it.
 FEW = 64
-NO_ROUNDING = 0.5  # an error of this part of the truth's size is another computation
+# A reference that errs by this part of the truth's size is taken for another computation: one rounding of the coarsest
+# dtype, e5m2, is an eighth.
+NO_ROUNDING = 0.5
 SHOWN = 3
 
 Sides = tuple[Array, Array, Array | None]  # candidate, truth and reference
@@ -101,7 +103,9 @@ def _likely_errors(found: Mapping[str, Found]) -> dict[str, float]:
             if len(shape) <= 1 or np.prod(shape) < FEW:
                 kinds[f.name] = [*own, ("forward",)]
         elif f.dtype and not f.measure.passed:
-            alike = [one.reference * one.size for one in found.values() if one.measure.group == f.measure.group]
+            alike = [
+                one.reference * one.size for one in found.values() if one.dtype and one.measure.group == f.measure.group
+            ]
             likely[f.name] = float(np.sqrt(np.mean(np.square(alike))))
     logits = next((f for name, f in found.items() if _plain(name).endswith(("logits", "lm_head"))), None)
     for name, own in kinds.items():

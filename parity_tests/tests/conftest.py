@@ -1,6 +1,8 @@
-"""What the tests of this folder share: a compiler that is quick rather than clever."""
+"""What the tests of this folder share: a compiler that is quick rather than clever, and dumps."""
 
 import pytest
+
+from parity_tests.tests.dumps import sides  # noqa: F401
 
 
 @pytest.fixture(scope="module", autouse=True)
