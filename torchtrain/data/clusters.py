@@ -10,19 +10,17 @@ import sys
 import tempfile
 from collections.abc import Container
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anchorline.errors import UserError, quoted_reason
 from torchtrain.config import PrepareConfig
+from torchtrain.data.shards import MakeShard
 from torchtrain.errors import TasksUnfinished
-
-if TYPE_CHECKING:
-    from torchtrain.data.prepare import MakeShard
 
 LOGS = "logs"
 
 
-def submit_to_slurm(settings: PrepareConfig, maker: "MakeShard", name: str, done: Container[int]) -> None:
+def submit_to_slurm(settings: PrepareConfig, maker: MakeShard, name: str, done: Container[int]) -> None:
     """Submit the tasks that are not done as the job `name`. Raises UserError: there is no Slurm."""
     _mark(maker, done)
     try:
@@ -31,7 +29,7 @@ def submit_to_slurm(settings: PrepareConfig, maker: "MakeShard", name: str, done
         raise UserError("prepare.executor slurm: there is no sbatch here; run it where Slurm is") from None
 
 
-def slurm_script(settings: PrepareConfig, maker: "MakeShard", name: str) -> str:
+def slurm_script(settings: PrepareConfig, maker: MakeShard, name: str) -> str:
     """Return the script that is given to sbatch."""
     with tempfile.TemporaryDirectory() as scratch:  # for the folder of logs that datatrove makes
         executor = _slurm_executor(settings, maker, Path(scratch), name)
@@ -43,7 +41,7 @@ def slurm_script(settings: PrepareConfig, maker: "MakeShard", name: str) -> str:
         return script.replace(scratch, str(maker.work / LOGS))
 
 
-def run_by_ray(settings: PrepareConfig, maker: "MakeShard", done: Container[int]) -> None:
+def run_by_ray(settings: PrepareConfig, maker: MakeShard, done: Container[int]) -> None:
     """Run the tasks that are not done. Raises UserError: Ray is missing. Raises TasksUnfinished: it does not start."""
     _mark(maker, done)
     try:
@@ -69,7 +67,7 @@ def run_by_ray(settings: PrepareConfig, maker: "MakeShard", done: Container[int]
             ray.shutdown()
 
 
-def _mark(maker: "MakeShard", done: Container[int]) -> None:
+def _mark(maker: MakeShard, done: Container[int]) -> None:
     marks = maker.work / LOGS / "completions"
     marks.mkdir(parents=True, exist_ok=True)
     for rank in range(len(maker.tasks)):
@@ -79,14 +77,14 @@ def _mark(maker: "MakeShard", done: Container[int]) -> None:
             (marks / f"{rank:05d}").unlink(missing_ok=True)
 
 
-def _executor_options(settings: PrepareConfig, maker: "MakeShard", logs: Path) -> dict[str, Any]:
+def _executor_options(settings: PrepareConfig, maker: MakeShard, logs: Path) -> dict[str, Any]:
     from datatrove.utils.logging import logger
 
     logger.remove()  # this process has lines of its own
     return {"tasks": len(maker.tasks), "workers": settings.workers or -1, "logging_dir": str(logs)}
 
 
-def _slurm_executor(settings: PrepareConfig, maker: "MakeShard", logs: Path, name: str) -> Any:
+def _slurm_executor(settings: PrepareConfig, maker: MakeShard, logs: Path, name: str) -> Any:
     from datatrove.executor import SlurmPipelineExecutor
 
     class SlurmExecutor(SlurmPipelineExecutor):

@@ -7,31 +7,26 @@ get their names when all of them is there.
 """
 
 import json
-import multiprocessing
 import os
 import shutil
-import socket
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from anchorline.environment import end_with_parent, usable_cores
-from anchorline.errors import UserError, disk_fault, one_line, quoted
+from anchorline.environment import usable_cores
+from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import PARTIAL, commit, expand, read_json, replace_file
 from torchtrain.config import DataConfig, Preparation, Source
 from torchtrain.data.clusters import LOGS, run_by_ray, slurm_script, submit_to_slurm
-from torchtrain.data.corpus import Record, Task, digest_tasks, list_tasks, read, source_name
+from torchtrain.data.corpus import Task, digest_tasks, list_tasks, read, source_name
 from torchtrain.data.identity import check_prepared, digest, fingerprint, identity, open_prepared, tokenizer_digest
+from torchtrain.data.shards import FAILURES, SHARDS, MakeShard, run_locally, written
 from torchtrain.data.store import HEADER, SourceCount, TokenStore
-from torchtrain.data.writer import PreparationProgress, StoreWriter, Tokeniser, join_shards
+from torchtrain.data.writer import PreparationProgress, Tokeniser, join_shards
 from torchtrain.errors import TasksUnfinished
 
 if TYPE_CHECKING:
@@ -39,7 +34,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[PreparationProgress], None]
 
-PLAN, SHARDS, FAILURES = "plan.json", "shards", "failures"
+PLAN = "plan.json"
 _JOINED = "store"
 _MOST_NAMED = 3  # failures
 
@@ -89,7 +84,7 @@ def _make_alone(final: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFa
     tokeniser = Tokeniser(data, tokenizer)
     partial = final.with_name(final.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)  # of a process that died
-    with _written(partial, final, tokeniser) as writer:
+    with written(partial, final, tokeniser) as writer:
         counts = []
         for source in data.sources:
             counts.append(tokeniser.add(source, read(source), writer, on_progress))
@@ -151,7 +146,7 @@ def prepare_store(
                 on_progress(done.look())
             else:
                 workers = min(settings.workers or usable_cores(), len(done.missing()))
-                lost_worker = _run_locally(maker, done.missing(), workers, lambda: on_progress(done.look()))
+                lost_worker = run_locally(maker, done.missing(), workers, lambda: on_progress(done.look()))
             done.look()
             if done.missing():
                 raise _unfinished(done, work, lost_worker)
@@ -213,8 +208,7 @@ def _clear(work: Path) -> None:
     for name in (SHARDS, LOGS, _JOINED, FAILURES):
         shutil.rmtree(work / name, ignore_errors=True)
     with suppress(OSError):
-        (work / PLAN).unlink()
-    with suppress(OSError):
+        (work / PLAN).unlink(missing_ok=True)
         work.rmdir()
 
 
@@ -322,119 +316,6 @@ def _locked(folder: Path, shown: str, log: Callable[[str], None] = lambda line: 
         lock.release()
 
 
-def _sum_progress(state: str, stores: Iterable[TokenStore]) -> PreparationProgress:
-    stores = list(stores)
+def _sum_progress(state: str, stores: Collection[TokenStore]) -> PreparationProgress:
     bad = sum(count.bad_records for store in stores for count in store.header.sources)
     return PreparationProgress(state, sum(map(len, stores)), sum(store.token_count for store in stores), bad)
-
-
-# --- one task ---------------------------------------------------------------------------------------------------------
-
-
-class MakeShard:
-    """Reads a task's records and writes its shard, also as a block of datatrove's. one_thread: of the tokenizer."""
-
-    def __init__(
-        self,
-        work: Path,
-        data: DataConfig,
-        tasks: Sequence[Task],
-        tokenizer: "PreTrainedTokenizerFast",
-        one_thread: bool,
-    ) -> None:
-        self.work, self.data, self.tasks, self.tokenizer = work, data, list(tasks), tokenizer
-        self.one_thread = one_thread
-
-    @cached_property
-    def tokeniser(self) -> Tokeniser:
-        """What all tasks of a process share: making it reads the tokenizer's whole vocabulary."""
-        return Tokeniser(self.data, self.tokenizer)
-
-    def records(self, task: Task) -> Iterator[Record]:
-        """Yield what a task reads."""
-        for part in task.parts or (None,):
-            yield from read(self.data.sources[task.source], part)
-
-    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Write the shard of task `rank` unless it exists, or why not into `failures`. Raises UserError: the same."""
-        final = self.work / SHARDS / f"{rank:05d}"
-        if final.exists():
-            return
-        if self.one_thread:
-            _use_one_thread()
-        try:
-            self._write(self.tasks[rank], final)
-        except Exception as error:
-            if isinstance(error, OSError):
-                error = UserError(f"{quoted(self.work)} cannot be written: {disk_fault(error)}")
-            with suppress(OSError):  # the missing shard says enough
-                failures = self.work / FAILURES
-                failures.mkdir(exist_ok=True)
-                kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-                (failures / final.name).write_text(kind + one_line(error) + "\n", encoding="utf-8")
-            raise error from None
-
-    def _write(self, task: Task, final: Path) -> None:
-        """Write into a folder of this process alone, then rename it: another process may do the same task."""
-        partial = final.with_name(f"{final.name}.{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL}")
-        try:
-            with _written(partial, final, self.tokeniser) as writer:
-                count = self.tokeniser.add(self.data.sources[task.source], self.records(task), writer)
-                writer.finish("", [count])
-        except OSError:
-            if not final.exists():  # else another process was first, and its shard is the same
-                raise
-
-
-@contextmanager
-def _written(partial: Path, final: Path, tokeniser: Tokeniser) -> Iterator[StoreWriter]:
-    """Yield a writer of a store, which gets its final name when the block has finished it. A failure leaves nothing."""
-    partial.mkdir(parents=True)
-    try:
-        with tokeniser.writer(partial) as writer:
-            yield writer
-        commit(partial, final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _use_one_thread() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers has no other switch
-
-
-def _run_locally(maker: MakeShard, ranks: Sequence[int], workers: int, on_task: Callable[[], None]) -> bool:
-    """Run tasks by processes of this machine. A task that fails leaves the others alone."""
-    if workers == 1:
-        for rank in ranks:
-            with suppress(UserError):
-                maker(rank=rank)
-            on_task()
-        return False
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "transformers"])
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(maker,)) as pool:
-        try:
-            for future in as_completed([pool.submit(_run_in_worker, rank) for rank in ranks]):
-                with suppress(UserError):
-                    future.result()
-                on_task()
-        except BrokenProcessPool:
-            return True
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return False
-
-
-_maker: MakeShard  # of a worker process, sent once
-
-
-def _begin_worker(maker: MakeShard) -> None:
-    global _maker
-    _maker = maker
-    _use_one_thread()
-    end_with_parent()
-
-
-def _run_in_worker(rank: int) -> None:
-    _maker(rank=rank)

@@ -20,7 +20,8 @@ from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source, To
 from torchtrain.config.data import FilterConfig
 from torchtrain.data import TokenStore, identity, prepare, prepare_store
 from torchtrain.data.clusters import LOGS
-from torchtrain.data.prepare import PLAN, SHARDS, Submitted
+from torchtrain.data.prepare import PLAN, Submitted
+from torchtrain.data.shards import SHARDS
 from torchtrain.errors import TasksUnfinished
 from torchtrain.run.folder import RunFolder
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
