@@ -4,7 +4,6 @@ Most functions need no declaration: the names of the parameters tell how documen
 tell the tensor library. What stays open is asked for in one line.
 """
 
-import difflib
 import inspect
 import re
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, did_you_mean
 from parity_tests.checking.cases import ADDED, DTYPES, FEATURES, LIKE
 
 Library = Literal["torch", "jax"]
@@ -84,9 +83,8 @@ class Adapter:
             said = getattr(self, field)
             for value in said if isinstance(said, tuple | frozenset) else [said]:
                 if value is not None and value not in choices:
-                    near = difflib.get_close_matches(value, choices, n=1)
-                    like = f"did you mean {near[0]!r}? " if near else ""
-                    raise UserError(f"{field}: {value!r} is unknown; {like}choose from {', '.join(choices)}")
+                    near = did_you_mean(value, choices)
+                    raise UserError(f"{field}: {value!r} is unknown{near}; choose from {', '.join(choices)}")
 
 
 def attention(**declared: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

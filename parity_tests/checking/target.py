@@ -1,6 +1,5 @@
 """From `mypackage.attention:my_function` to the function."""
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -9,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, did_you_mean
 
 
 def load_target(target: str) -> Callable[..., Any]:
@@ -29,10 +28,7 @@ def load_target(target: str) -> Callable[..., Any]:
         raise UserError(f"target {place!r}: importing it raises {type(error).__name__}: {text}") from None
     for part in name.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
-            raise UserError(
-                f"target {target!r}: {place} has no {part!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-            )
+            raise UserError(f"target {target!r}: {place} has no {part!r}{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
     if inspect.isclass(found):
         raise UserError(f"target {target!r}: is a class; name a function, or an instance that can be called")

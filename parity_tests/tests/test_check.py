@@ -246,7 +246,7 @@ def test_bad_options_are_named(options, says):
 @pytest.mark.parametrize(
     ("declared", "says"),
     [
-        ({"lacks": "anchors"}, "did you mean 'anchor'"),
+        ({"lacks": "anchors"}, "did you mean anchor\\?"),
         ({"layout": "TBHD"}, "choose from BTHD, BHTD, varlen"),
         ({"dtypes": "int8"}, "dtypes: 'int8'"),
     ],

@@ -41,7 +41,7 @@ def test_the_command_takes_a_file():
     [
         ("nowhere.at_all:f", "raises ModuleNotFoundError: No module named 'nowhere'"),
         ("parity_tests.nothing:f", "raises ModuleNotFoundError: No module named 'parity_tests.nothing'"),
-        ("parity_tests.tests.attention_by_hand:rigth", "has no 'rigth'; did you mean 'right'?"),
+        ("parity_tests.tests.attention_by_hand:rigth", "has no 'rigth' (did you mean right?)"),
         ("parity_tests.tests.attention_by_hand:ONE", "is not callable, but a dict"),
         ("parity_tests.tests.attention_by_hand:Module", "is a class"),
         ("parity_tests.tests.attention_by_hand", "expected module:function"),
