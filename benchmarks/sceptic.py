@@ -49,11 +49,11 @@ def contrast(runs: dict, plus: list[str], minus: list[str], value) -> np.ndarray
 
 
 def show(runs: dict, rows: list[tuple], value) -> None:
-    """Print every contrast with its seeds and its odds after the correction."""
+    """Print every contrast with its odds after the correction."""
     tables = [contrast(runs, plus, minus, lambda run, more=more: value(run, *more)) for _, plus, minus, *more in rows]
     judged = [judge(table) if len(table) > 1 else ("-", 1.0) for table in tables]
     for (name, *_), table, (shown, _), p in zip(rows, tables, judged, holm([p for _, p in judged]), strict=True):
-        print(f"{name}: {shown} | {len(table)} | {p:.4f}" if len(table) > 1 else f"{name}: - | - | -")
+        print(f"{name}: {shown} | {p:.4f}" if len(table) > 1 else f"{name}: - | -")
 
 
 UNREGISTERED = (  # name, cells, how rows open or are read, outcome
@@ -86,7 +86,7 @@ def print_unregistered(runs: dict, bases: dict) -> None:
             runs, [plus], [minus], lambda run, s=sign, r=rows, o=outcome: s * np.mean(np.atleast_1d(run[r][o]), axis=0)
         )
         if len(table) > 1:
-            print(f"{name}: {judge(table)[0]} | {len(table)} | -")
+            print(f"{name}: {judge(table)[0]}")
     # What 2 bits after RoPE cost beyond their larger error of the logits, or of the probabilities.
     names = [f"{cell}-intra" for cell in ("bits2_after", "bits2_before", "bits7_before")]
     whole = [seed for seed in bases if all(f"{name}-{seed}" in runs for name in names)]
@@ -96,7 +96,7 @@ def print_unregistered(runs: dict, bases: dict) -> None:
         a, b, c = (np.array([-np.mean(runs[f"{one}-{n}"]["bos"]["nats"], axis=0) for n in whole]) for one in names)
         size = f"{times.mean():.3f} times larger error" + (" of probabilities" if what else "")
         name = f"2 bits, after - before, less what a {size} explains" + (" in proportion" if power == 1 else "")
-        print(f"{name}: {judge(a - b - (times**power - 1)[:, None] * (b - c))[0]} | {len(whole)} | -")
+        print(f"{name}: {judge(a - b - (times**power - 1)[:, None] * (b - c))[0]}")
 
 
 content = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
@@ -156,9 +156,9 @@ else:  # the experiment before it: a loss for each checkpoint and distance
         return lambda run: -np.interp(step, np.arange(16, 33, 4), np.mean(run["nats"], axis=1))
 
     equal = contrast(measured, ["exact-anchor"], [], at(32)) - contrast(measured, ["exact-full"], [], at(32 / ratio))
-    print(f"anchor - full, equal time ({ratio:.3f}): {judge(equal)[0]} | {len(equal)} | -")
+    print(f"anchor - full, equal time ({ratio:.3f}): {judge(equal)[0]}")
     for place, distance in enumerate(content[0]["experiment"]["measure"]["distances"]):
         gain = contrast(
             measured, ["exact-anchor"], ["exact-intra"], lambda run, i=place: -np.mean(run["nats"], axis=0)[i]
         )
-        print(f"anchor - intra, exact, at {distance}: {judge(gain)[0]} | {len(gain)} | -")
+        print(f"anchor - intra, exact, at {distance}: {judge(gain)[0]}")

@@ -44,15 +44,19 @@ def _answers(experiment: TrainingExperiment, measured: Measured, bases: Bases) -
     failed, left = sum(not base["passed"] for base in bases.values()), _left(experiment, measured, bases)
     runs = sum(run in measured for run in experiment.runs())
     done = f"{runs} of {runs + len(left)} runs are measured"
-    yield f"{done}; {failed} of {len(bases)} bases did not pass the gate and are left out."
+    yield f"{done}; {failed} of {len(bases)} bases did not pass the gate: {len(bases) - failed} seeds are left."
     yield ""
     effects = [_estimate(experiment, contrast, measured) for contrast in experiment.contrasts]
     corrected = correct([1.0 if effect is None else effect.p for effect in effects])
     rows = []
     for contrast, effect, p in zip(experiment.contrasts, effects, corrected, strict=True):
-        shown = ["-"] * 4 if effect is None or effect.seeds < 2 else _shown(effect, p)
-        rows.append([contrast.question, *shown, "interim" if left and shown[0] != "-" else read(contrast, effect, p)])
-    head = ["question", "effect, nats, 95% interval", "seeds", "p by Holm", "80% power at", "answer"]
+        if effect is None or effect.seeds < 2:
+            shown = ["-", "-", "-", read(contrast, effect, p)]
+        else:
+            said = f"interim, {effect.seeds} seeds" if left else read(contrast, effect, p)
+            shown = [str(effect), f"{p:.4f}", f"{detectable(effect):.5f}", said]
+        rows.append([contrast.question, *shown])
+    head = ["question", "effect, nats, 95% interval", "p by Holm", "80% power at", "answer"]
     yield from _table(head, rows)
 
 
@@ -68,10 +72,6 @@ def _left(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> l
     """The runs that are still to come. Until there is none, what the others show is interim."""
     passed = {seed: base["passed"] for seed, base in bases.items()}
     return [run for run in experiment.runs() if run not in measured and passed.get(str(run.seed), True)]
-
-
-def _shown(effect: Estimate, p: float) -> list[str]:
-    return [str(effect), f"{effect.seeds}", f"{p:.4f}", f"{detectable(effect):.5f}"]
 
 
 def _results(experiment: TrainingExperiment, measured: Measured, bases: Bases) -> Iterator[str]:
