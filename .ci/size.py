@@ -23,10 +23,10 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_162,
-    "lines of tests' code": 22_445,
-    "lines of source": 44_300,
-    "lines of tests": 29_080,
+    "lines of code": 31_190,
+    "lines of tests' code": 22_503,
+    "lines of source": 44_340,
+    "lines of tests": 29_149,
     "words of docs": 27_500,
     "settings without description": 0,
 }

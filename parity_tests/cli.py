@@ -165,8 +165,9 @@ def compare(
         dump = open_dump(path, order, config)
         recorded.extend(dump.arrays)
         if called == "auto":
-            called = recognise(dump)
-            print(f"names of {path}: {f'by the map {called}' if called else 'as they are'}")
+            called, *others = recognise(dump) or ["none"]
+            also = f" (fits as well: {', '.join(others)}; choose with {option})" if others else ""
+            print(f"names of {path}: {'as they are' if called == 'none' else f'by the map {called}{also}'}")
         return dump if called in (None, "none") else rename(dump, load_names(called, option))
 
     paths = (truth, reference, against)

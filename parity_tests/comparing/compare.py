@@ -17,7 +17,7 @@ from parity_tests.comparing.dumps import Array, Dump
 from parity_tests.comparing.hints import explain, know
 from parity_tests.comparing.judging import FEW, NO_ROUNDING, SHOWN, Found, Rule, Sides, choose, measure_all
 from parity_tests.mistakes.words import sentence, where
-from parity_tests.report.measure import join_problems
+from parity_tests.report.measure import join_problems, judge_exactly
 from parity_tests.report.names import bare, group_of
 from parity_tests.report.schema import CaseReport, Divergence, Environment, Report
 
@@ -91,7 +91,7 @@ def compare(
         problem=join_problems(problems),
         first_divergence=divergence,
         measures=[f.measure for f in found],
-        notes=[*notes, *_finer(found, pairs, rule), *apart],
+        notes=[*notes, *_finer(found, pairs, rule), *apart, *(n for d in dumps.values() if d for n in d.notes[:SHOWN])],
     )
     here = Environment.here(LIBRARIES, processor(), usable_cores(), Path.cwd())
     title, when = f"{candidate.source} against {right.source}", created.isoformat(timespec="seconds")
@@ -170,10 +170,16 @@ def _not_shared(candidate: Dump, truth: Dump, only: Sequence[str]) -> list[str]:
 
 
 def _joined(ranks: Sequence[Array], shape: tuple[int, ...]) -> list[Array]:
-    """The ranks' arrays, each the whole; or one, of slices that fit together along one axis alone."""
-    shapes = [array.load().shape for array in ranks]
+    """The ranks' arrays, each the whole, or one where all hold the same; or one, of slices that fit together along one
+    axis alone.
+    """
+    held = [array.load() for array in ranks]
+    shapes = [x.shape for x in held]
     if len(ranks) == 1 or any(own == shape for own in shapes):
-        return list(ranks)
+        same = all(
+            own == shape and judge_exactly("", x, held[0]).error == 0 for own, x in zip(shapes, held, strict=True)
+        )
+        return list(ranks[:1] if same else ranks)
     fits = [
         axis
         for axis in range(len(shape))

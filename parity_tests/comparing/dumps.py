@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -40,10 +40,12 @@ class Array:
     """One array of a dump, which is read when `load` is called; float8 and bfloat16 as they are.
 
     dtype: `float32`, `bfloat16`, ..., or None where it holds integers or booleans.
+    rank: of the dump's ranks that which holds it.
     """
 
     dtype: str | None
     load: Callable[[], np.ndarray] = field(repr=False, compare=False)
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Dump:
     called: option and file of that map, if it is the user's own.
     places: places of names in the order that the metadata or `--order` give; what has none is sorted behind them.
     steps: numbers of its steps, if it has any.
+    notes: what a reader of the verdict must know of it.
     """
 
     source: str
@@ -65,6 +68,7 @@ class Dump:
     called: str = ""
     places: Mapping[str, int] = field(default_factory=dict[str, int])
     steps: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def open_dump(path: Path, order: Path | None = None, config: Path | None = None) -> Dump:
@@ -100,10 +104,10 @@ def open_dump(path: Path, order: Path | None = None, config: Path | None = None)
     place = {name: number for number, name in enumerate(dict.fromkeys(said))}
     arrays: dict[str, list[Array]] = {}
     places: dict[str, int] = {}
-    for step, part in zip(steps or [None] * len(parts), parts, strict=True):
+    for rank, part in enumerate(parts):
         for name, array in part.items():
-            label = name if step is None else f"step {step}: {name}"
-            arrays.setdefault(label, []).append(array)
+            label = f"step {steps[rank]}: {name}" if steps else name
+            arrays.setdefault(label, []).append(array if steps else replace(array, rank=rank))
             places |= {label: place[name]} if name in place else {}
     return Dump(str(path), in_order(arrays, places), model, places=places, steps=tuple(steps))
 
@@ -135,11 +139,19 @@ def _steps(opening: str, files: Sequence[Path], repeated: bool) -> list[int]:
     return steps
 
 
+def fits(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name, or what stands behind its step, is one of the patterns; * is any text, brackets are themselves,
+    too.
+    """
+    forms = {form for pattern in patterns for form in (pattern, pattern.replace("[", "[[]"))}
+    return any(fnmatchcase(own, form) for own in (name, bare(name)) for form in forms)
+
+
 def check_fits(option: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     """Raises UserError: a pattern of an option fits no name, such as a name that is misspelt."""
     own = [bare(name) for name in names]
     for pattern in patterns:
-        if not any(name == pattern or fnmatchcase(name, pattern) for name in (*names, *own)):
+        if not any(fits(name, [pattern]) for name in names):
             raise UserError(f"{option} {pattern}: fits no name{did_you_mean(pattern, own)}; mend it, or take it out")
 
 

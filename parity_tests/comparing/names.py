@@ -19,36 +19,35 @@ Steps are done for each rank, until `join` or `sum` makes one array of them:
 | `move: [AXIS, ...]`      | axes in another order                                                          |
 | `rows`                   | [T, ...] of one packed row as [1, T, ...]                                      |
 | `join: AXIS`, `sum`      | the ranks' slices of an axis, or their partial results, together               |
+| `join_kv: AXIS`          | `join` of key/value heads, of which more ranks than heads hold replicas: all are judged |
 
-Sizes are numbers, or `heads`, `kv_heads`, `head_dim` and `intermediate` of the model's config. Under `stages: N`
-(pipeline parallel; true: every rank is one) a layer's number counts on from the stage before, whose ranks come first.
+Sizes are numbers, or `heads`, `kv_heads`, `head_dim` and `intermediate` of the model's config, or `kv_held`: kv_heads
+as all ranks hold them, one each at least. Under `stages: N` (pipeline parallel; true: every rank is one) a layer's
+number counts on from the stage before, whose ranks come first.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, Field, PositiveInt, PrivateAttr, StrictBool, field_validator, model_validator
 
 from anchorline import settings
 from anchorline.errors import UserError, did_you_mean, quoted, some
-from parity_tests.comparing.dumps import Array, Dump, in_order
+from parity_tests.comparing.dumps import Array, Dump, fits, in_order
 from parity_tests.report.names import bare
 
 MAPS = Path(__file__).parent / "maps"
 _LAYER = "{i}"
 
 
-class Source(BaseModel):
+class Source(BaseModel, extra="forbid", populate_by_name=True):
     """Where an array comes from."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     names: list[str] = Field(alias="from", min_length=1, description="name in the dump; several are added")
     steps: list[str | dict[str, Any]] = Field(default=[], description="what is done to it")
@@ -65,15 +64,23 @@ class Source(BaseModel):
         return [_step(step) and step for step in steps]
 
 
-class Names(BaseModel):
+class Names(BaseModel, extra="forbid"):
     """A map of names."""
 
-    model_config = ConfigDict(extra="forbid")
-
     about: str = Field(default="", description="whose names they are")
-    stages: bool | int = Field(default=False, description="stages that hold layers of their own, numbered from 0")
+    stages: StrictBool | PositiveInt = Field(default=False, description="stages, each with layers counted from 0")
     ignore: list[str] = Field(default=[], description="patterns of names that not every version writes")
     names: dict[str, Source] = Field(description="name to compare under -> where it comes from")
+
+    @field_validator("names")
+    @classmethod
+    def _numbered(cls, names: dict[str, Source]) -> dict[str, Source]:
+        for target, source in names.items():
+            counts = [name.count(_LAYER) for name in (target, *source.names)]
+            if counts[0] != counts[1] or max(counts) > counts[0] or counts[0] > 1:
+                raise ValueError(f"{target} and {source.names[0]}: write {_LAYER} once in both, or in neither")
+        return names
+
     _called: str = PrivateAttr("--names")
     _own: bool = PrivateAttr(False)  # the user's: what fits nothing is a mistake; the shipped know several versions
 
@@ -93,11 +100,11 @@ def shipped_names() -> list[str]:
     return sorted(path.stem for path in MAPS.glob("*.yaml"))
 
 
-def recognise(dump: Dump) -> str | None:
-    """The shipped map that fits most names of a dump, if it fits one in four; of several that of most models."""
+def recognise(dump: Dump) -> list[str]:
+    """The shipped maps that fit most names of a dump, if they fit one in four; that of most models first."""
     fits = {name: len(_used(dump, load_names(name))) for name in shipped_names()}
-    best = max(fits, key=lambda name: (fits[name], name == "hf"))
-    return best if fits[best] * 4 >= len(dump.arrays) else None
+    most = max(fits.values())
+    return sorted((n for n in fits if fits[n] == most and most * 4 >= len(dump.arrays)), key=lambda n: n != "hf")
 
 
 def _used(dump: Dump, names: Names) -> set[str]:
@@ -106,11 +113,9 @@ def _used(dump: Dump, names: Names) -> set[str]:
 
 def rename(dump: Dump, names: Names) -> Dump:
     """The dump under the names of a map; what the map does not use stays as it is."""
-    found: Mapping[str, Sequence[Array]] = {
-        name: arrays for name, arrays in dump.arrays.items() if not any(fnmatchcase(name, p) for p in names.ignore)
-    }
+    found: Mapping[str, Sequence[Array]] = {n: x for n, x in dump.arrays.items() if not fits(n, names.ignore)}
     if names.stages:
-        found = _count_on(found, names.stages)
+        found = _count_on(found, names, dump.source)
     dump = replace(dump, arrays=found, places={} if names.stages else dump.places)  # each stage has its own order
     made: dict[str, Sequence[Array]] = {}
     places = dict(dump.places)
@@ -123,10 +128,12 @@ def rename(dump: Dump, names: Names) -> Dump:
     used = {source for _, sources, *_ in entries for source in sources}
     rest = {name: arrays for name, arrays in found.items() if name not in used}
     for target, sources, steps, entry in entries:
-        ranks = [dump.arrays[source] for source in sources]
-        joined = any(_step(step)[0] in ("join", "sum") for step in steps)
-        groups = [ranks] if joined or not ranks else [[[arrays[r]] for arrays in ranks] for r in range(len(ranks[0]))]
-        made[target] = [_made(f"{names._called}: {entry}", group, steps, dump.config) for group in groups]
+        ranks, kinds = [dump.arrays[source] for source in sources], {_step(step)[0] for step in steps}
+        opening, config = f"{names._called}: {entry}", {**dump.config, "ranks": len(ranks[0])}
+        groups = 1 if kinds & {*_JOINS} else len(ranks[0])
+        if "join_kv" in kinds and len(ranks[0]) > 1:  # ranks that hold the same heads
+            groups = max(1, len(ranks[0]) // _size("kv_heads", config))
+        made[target] = [_made(opening, [own[first::groups] for own in ranks], steps, config) for first in range(groups)]
         places.pop(target, None)
         if all(source in dump.places for source in sources):
             places[target] = max(dump.places[source] for source in sources)
@@ -134,6 +141,11 @@ def rename(dump: Dump, names: Names) -> Dump:
     return replace(
         dump,
         arrays=in_order(rest | made, places),
+        notes=tuple(
+            f"{dump.source}: its own {target} is not compared: the map makes that name of {some(own)}"
+            for target, own, *_ in entries
+            if target in rest
+        ),
         targets=targets,
         called=names._called if names._own else "",
         places=places,
@@ -156,19 +168,33 @@ def _find(dump: Dump, names: Names) -> list[tuple[str, list[str], Sequence[Any],
     return list(found.values())
 
 
-def _count_on(arrays: Mapping[str, Sequence[Array]], stages: bool | int) -> dict[str, Sequence[Array]]:
-    """Layers of the stages, one stage after another, under numbers that go on."""
-    number = re.compile(r"(?<=\.)\d+(?=\.)|(?<=layers\.)\d+$|(?<=blocks\.)\d+$")
+def _count_on(arrays: Mapping[str, Sequence[Array]], names: Names, source: str) -> dict[str, Sequence[Array]]:
+    """Layers of the stages, one stage after another, under numbers that go on. Raises UserError: ranks do not share
+    the stages evenly, or a stage does not count its layers from 0.
+    """
+    begins = [entry.names[0].split(_LAYER)[0] for entry in names.names.values() if _LAYER in entry.names[0]]
+    patterns = [re.compile(re.escape(begin) + r"(\d+)") for begin in dict.fromkeys(begins)]
+    patterns.append(re.compile(r".*?(?:(?<=layers\.)|(?<=blocks\.)|(?<=\.)(?=\d+\.))(\d+)(?=\.|$)"))
+    spans = {n: m.span(1) for n in arrays if (m := next(filter(None, (p.match(n) for p in patterns)), None))}
+    ranks = 1 + max((array.rank for held in arrays.values() for array in held), default=0)
+    stages = ranks if names.stages is True else names.stages
+    opening = f"{names._called}: stages: {str(names.stages).lower()}"
+    if ranks % stages:
+        raise UserError(f"{opening}: {source} has {ranks} ranks; give a number that divides them")
+    stage_of = [rank * stages // ranks for rank in range(ranks)]
+    layers: list[set[int]] = [set() for _ in range(stages)]
+    for name, (at, end) in spans.items():
+        for array in arrays[name]:
+            layers[stage_of[array.rank]].add(int(name[at:end]))
+    if late := [f"{min(own)} in stage {stage}" for stage, own in enumerate(layers) if own and 0 not in own]:
+        raise UserError(f"{opening}: {source} counts layers from {late[0]}, not from 0; record all, or take out stages")
+    starts = [*accumulate((1 + max(own, default=-1) for own in layers), initial=0)]
     found: dict[str, list[Array]] = {}
-    ranks = max(map(len, arrays.values()), default=0)
-    layers = 1 + max((int(match[0]) for name in arrays if (match := number.search(name))), default=0)
-    for name, own in arrays.items():
-        if len(own) < ranks or not number.search(name):
-            found.setdefault(name, []).extend(own)
-        for rank, array in enumerate(own if len(own) == ranks and number.search(name) else ()):
-            stage = rank if stages is True else rank * stages // ranks
-            to = number.sub(lambda match, stage=stage: str(int(match[0]) + stage * layers), name, count=1)
-            found.setdefault(to, []).append(array)
+    for name, held in arrays.items():
+        at, end = spans.get(name, (0, 0))
+        for array in held:
+            number = str(int(name[at:end]) + starts[stage_of[array.rank]]) if end else ""
+            found.setdefault(name[:at] + number + name[end:], []).append(array)
     return dict(found)
 
 
@@ -178,7 +204,7 @@ def _made(opening: str, sources: Sequence[Sequence[Array]], steps: Sequence[Any]
             ranks = [_add([arrays[r].load() for arrays in sources]) for r in range(len(sources[0]))]
             for step in steps:
                 kind, value = _step(step)
-                if kind in ("join", "sum"):
+                if kind in _JOINS:
                     ranks = [ranks[0] if len(ranks) == 1 else _JOINS[kind](ranks, value)]
                 else:
                     ranks = [_STEPS[kind](x, value, config) for x in ranks]
@@ -197,12 +223,12 @@ def _add(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else sum(x.astype(np.float64) for x in arrays)  # type: ignore[return-value]
 
 
-_SIZE = r'("(heads|kv_heads|head_dim|intermediate)"|[1-9]\d*)'
+_SIZE = r'("(heads|kv_heads|kv_held|head_dim|intermediate)"|[1-9]\d*)'
 _FORMS = {  # of a step's value as JSON, and an example; others have none
     "part": (rf"\[\d+, \[{_SIZE}(, {_SIZE})*\]\]", "[0, [heads, kv_heads, kv_heads]]"),
     "groups": ('"[qkv]"', "q, k or v"),
     "move": (r"\[\d+(, \d+)*\]", "[1, 0, 2]"),
-    "join": (r"-?\d+", "2"),
+    **dict.fromkeys(("join", "join_kv"), (r"-?\d+", "2")),
 }
 
 
@@ -220,16 +246,19 @@ def _size(size: int | str, config: Mapping[str, Any]) -> int:
     """A size by its name, from a config.json."""
     if isinstance(size, int):
         return size
+    config = {key: value for key, value in config.items() if type(value) is int and value > 0}
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    kv_heads = config.get("num_key_value_heads", heads)
     known = {
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
+        "kv_heads": kv_heads,
+        "kv_held": kv_heads and max(kv_heads, config.get("ranks", 1)),
         "head_dim": config.get("head_dim") or (hidden // heads if hidden and heads else None),
         "intermediate": config.get("intermediate_size"),
     }
     if (found := known[size]) is None:
         raise UserError(f"{size} is not known; give the model's config.json with --config")
-    return int(found)
+    return found
 
 
 def _part(x: np.ndarray, value: Any, config: Mapping[str, Any]) -> np.ndarray:
@@ -258,7 +287,4 @@ _STEPS: dict[str, Any] = {
     "move": lambda x, axes, _: x.transpose(axes),
     "rows": lambda x, *_: x[None],
 }
-_JOINS: dict[str, Any] = {
-    "join": lambda ranks, axis: np.concatenate(ranks, axis),
-    "sum": lambda ranks, _: _add(ranks),
-}
+_JOINS: dict[str, Any] = {"join": np.concatenate, "join_kv": np.concatenate, "sum": lambda ranks, _: _add(ranks)}

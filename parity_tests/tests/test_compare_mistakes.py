@@ -72,6 +72,28 @@ def test_a_name_that_a_map_of_the_users_own_misspells(here, entry, other, says):
     refuses(f"{ALL} --names m.yaml --truth-names o.yaml", says)
 
 
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ({"layers.{i}.q": "blk/qkv"}, "layers.{i}.q and blk/qkv: write {i} once in both, or in neither"),
+        ({"q": "blk{i}/qkv"}, "q and blk{i}/qkv: write {i} once"),
+        ({"layers.{i}.q": "blk{i}/{i}"}, "write {i} once"),
+        ({"q": {"from": ["emb", "blk{i}/qkv"]}}, "write {i} once"),
+        *((MAP | {"stages": stages}, "stages: ") for stages in (0, -1)),
+    ],
+)
+def test_layers_and_stages_of_a_map_that_cannot_be(here, names, says):
+    stages = names.pop("stages", False)
+    Path("m.yaml").write_text(json.dumps({"names": names, "stages": stages}))
+    refuses(f"{ALL} --names m.yaml", says)
+
+
+def test_an_array_that_a_map_hides_is_named(here):
+    Path("m.yaml").write_text(json.dumps({"names": {"head": "emb"}}))
+    done = compare(f"{ALL} --names m.yaml --truth-names none")
+    assert "c: its own head is not compared: the map makes that name of emb" in done.stdout, done.output
+
+
 STEPS = [{"prat": [0, [1, 1, 1]]}, {"part": 0}, {"part": [3, [1, 1, 1]]}, {"part": [0, [0, 1]]}, {"part": [0, []]}]
 STEPS += [{"part": [0, [1, 3]]}, {"part": [0, ["depth"]]}, {"part": [-1, [1, 1]]}, {"groups": "p"}, {"move": [0, 0, 1]}]
 STEPS += [{"move": [0, 1]}, {"move": "012"}, {"join": "2"}, {"heads": 4}, {"part": [0, [1]], "join": 2}, "heads", {}]

@@ -1,5 +1,6 @@
 """Maps of names: each engine's layout, written by hand from the same arrays, comes out as the same arrays."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from anchorline.errors import UserError
 from parity_tests.comparing.compare import compare
 from parity_tests.comparing.dumps import Array, Dump, open_dump
 from parity_tests.comparing.judging import Rule
-from parity_tests.comparing.names import load_names, recognise, rename
+from parity_tests.comparing.names import Names, load_names, recognise, rename
 from parity_tests.record import record
 
 T, H, K, D, M, F, RANKS = 6, 4, 2, 8, 16, 10, 2
@@ -123,7 +124,8 @@ def maxtext(own: Arrays, rank: int, turn: Callable = lambda x: x) -> Arrays:
 
 
 def dump(ranks: list[Arrays], config: dict = CONFIG) -> Dump:
-    arrays = {n: [Array("float64", lambda x=r[n]: x) for r in ranks if n in r] for r in ranks for n in r}
+    each = [*enumerate(ranks)]
+    arrays = {n: [Array("float64", lambda x=r[n]: x, i) for i, r in each if n in r] for r in ranks for n in r}
     return Dump("", arrays, config)
 
 
@@ -142,13 +144,72 @@ def dump(ranks: list[Arrays], config: dict = CONFIG) -> Dump:
 def test_the_layout_of_an_engine_on_two_ranks(name: str, lay_out: Callable):
     own = canonical()
     held = dump([lay_out(own, rank) for rank in range(RANKS)])
-    assert recognise(held) == name.removesuffix("_sp").removesuffix("_llama3")
+    assert recognise(held)[0] == name.removesuffix("_sp").removesuffix("_llama3")
+    assert name in recognise(held)
     found = rename(held, load_names(name)).arrays
     lacking = {"gate", "up"} if name.startswith("torchtitan") else {"logits"} if name == "vllm" else set()
     assert set(found) == {n for n in own if n.rpartition(".")[2] not in lacking}
     for key, ranks in found.items():
         for array in ranks:
             np.testing.assert_allclose(array.load(), own[key], rtol=1e-15, err_msg=key)  # times and by the root of D
+
+
+def vllm_on_four(own: Arrays) -> list[Arrays]:
+    """Two key/value heads on four ranks: each rank has one, which another has, too."""
+    ranks = []
+    for rank in range(4):
+        heads = {"q": rank, "k": rank // 2, "v": rank // 2, "attn": rank}
+        mine = {f"layers.{i}.{n}": own[f"layers.{i}.{n}"][:, :, h : h + 1] for i in range(2) for n, h in heads.items()}
+        made = {n: x for n, x in vllm(own, 0).items() if "gate_up" not in n}
+        for i in range(2):
+            to = f"model.layers.{i}.self_attn"
+            made[f"{to}.qkv_proj"] = np.concatenate([flat(mine[f"layers.{i}.{n}"]) for n in "qkv"], 2)[0]
+            names = {"attn": "attn", "rotary_emb": "attn", "rotary_emb.1": "k"}
+            made |= {f"{to}.{n}": flat(mine[f"layers.{i}.{of}"])[0] for n, of in names.items()}
+        ranks.append(made)
+    return ranks
+
+
+def test_heads_that_ranks_hold_in_common_are_one_and_judged_each():
+    own = canonical()
+    truth = {n: x for n, x in own.items() if not n.endswith(("gate", "up", "logits"))}
+    for i in range(2):
+        truth |= {f"layers.{i}.q_rope": own[f"layers.{i}.attn"], f"layers.{i}.k_rope": own[f"layers.{i}.k"]}
+    ranks, rule = vllm_on_four(own), Rule({}, None, 16, "difference")
+
+    def judge():
+        mine = rename(dump(ranks), load_names("vllm"))
+        return compare(mine, None, None, dump([truth]), rule).cases[0]
+
+    right = judge()
+    assert (right.passed, len(right.measures)) == (True, len(truth)), right.reasons
+    ranks[3] |= {"model.layers.1.self_attn.rotary_emb.1": np.ones((T, D))}
+    assert getattr(judge().first_divergence, "name", None) == "layers.1.k_rope [rank 1]"
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_stages_may_hold_different_numbers_of_layers(first):
+    whole = {f"h{i}/{n}": np.full((1, T, M), i) for i in range(3) for n in "ab"}
+    ranks = [{n.replace(f"h{i}", f"h{i - by}"): whole[n] for n in whole for i in held if f"h{i}" in n}
+             for held, by in ((range(first), 0), (range(first, 3), first))]  # fmt: skip
+    names = Names.model_validate({"stages": True, "names": {"layers.{i}.mlp": "h{i}/a"}})
+    found = rename(dump(ranks), names).arrays
+    assert {n: x[0].load()[0, 0, 0] for n, x in found.items()} == {
+        n: i for i in range(3) for n in (f"layers.{i}.mlp", f"h{i}/b")
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "says"),
+    [
+        (3, 2, "stages: 2: mine has 3 ranks; give a number that divides them"),
+        (2, 2, "mine counts layers from 1 in stage 1, not from 0; record all, or take out stages"),
+    ],
+)
+def test_stages_that_do_not_fit(ranks, stages, says):
+    held = [{f"layers.{i}.mlp": np.ones(2)} for i in range(ranks)]
+    with pytest.raises(UserError, match=re.escape(says)):
+        rename(replace(dump(held), source="mine"), Names.model_validate({"stages": stages, "names": {}}))
 
 
 def test_pipeline_and_tensor_parallel_together():
@@ -200,8 +261,8 @@ def test_a_model_of_transformers_is_recognised_and_its_heads_are_apart(family, t
     assert any(name.endswith("self_attn.1") for name in held.arrays), "eager attention returns its weights"
     outputs = {name: own for name, own in held.arrays.items() if not name.endswith(".input")}
     for dump in (held, replace(held, arrays=outputs)):
-        assert recognise(dump) == ("gemma" if family == "Gemma3" else "hf")
-    found = {name: ranks[0].load() for name, ranks in rename(held, load_names(recognise(held))).arrays.items()}
+        assert recognise(dump)[0] == ("gemma" if family == "Gemma3" else "hf")
+    found = {name: ranks[0].load() for name, ranks in rename(held, load_names(recognise(held)[0])).arrays.items()}
     assert not any("self_attn.1" in name for name in found)
     for i in range(2):
         assert found[f"layers.{i}.q"].shape == found[f"layers.{i}.attn"].shape == (1, T, 4, D)
