@@ -27,7 +27,7 @@ CEILINGS = {
     "lines of tests' code": 22_503,
     "lines of source": 44_340,
     "lines of tests": 29_149,
-    "words of docs": 26_150,
+    "words of docs": 26_120,
     "settings without description": 0,
 }
 
