@@ -23,14 +23,14 @@ def below(freedom: float) -> np.ndarray:
 def judge(table: np.ndarray) -> tuple[str, float]:
     """Mean, 95% interval, and odds of such a mean without an effect, of a table [seeds, rows] or of a number a seed."""
     if not np.any(table):
-        return "+0.00000 (+0.00000 to +0.00000)", 1.0
+        return "+0.00000 [+0.00000, +0.00000]", 1.0
     parts = [table.mean(axis=1), table.mean(axis=0)] if table.ndim == 2 else [table]
     variances = np.array([part.var(ddof=1) / len(part) for part in parts])
     error, free = variances.sum() ** 0.5, np.array([len(part) - 1 for part in parts])
     shares = below(float(variances.sum() ** 2 / (variances**2 / free).sum()))
     mean, half = table.mean(), np.interp(0.475, shares, HALF_LINE) * error
     odds = 1 - 2 * float(np.interp(abs(mean) / error, HALF_LINE, shares))
-    return f"{mean:+.5f} ({mean - half:+.5f} to {mean + half:+.5f})", odds
+    return f"{mean:+.5f} [{mean - half:+.5f}, {mean + half:+.5f}]", odds
 
 
 def holm(odds: list[float]) -> list[float]:

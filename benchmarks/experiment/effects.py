@@ -45,7 +45,7 @@ class Estimate:
         return float(2 * stats.t.sf(abs(self.mean) / self.error, self.freedom))
 
     def __str__(self) -> str:
-        return f"{self.mean:+.5f} ({self.mean - self.half:+.5f} to {self.mean + self.half:+.5f})"
+        return f"{self.mean:+.5f} [{self.mean - self.half:+.5f}, {self.mean + self.half:+.5f}]"
 
 
 def table_of(
