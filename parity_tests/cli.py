@@ -92,32 +92,18 @@ def run(
 @app.command()
 def compare(
     candidate: Annotated[Path, typer.Argument(help="safetensors: a file, or a folder of one file a rank or step")],
-    truth: Annotated[
-        Path | None, typer.Option(help="the same arrays in float64, or in a dtype finer than the candidate's")
-    ] = None,
-    reference: Annotated[
-        Path | None, typer.Option(help="the same arrays with the candidate's roundings, by an engine you trust")
-    ] = None,
-    against: Annotated[
-        Path | None, typer.Option(help="instead of a truth, another dump: shows how they differ, judges nothing")
-    ] = None,
-    names: Annotated[
-        str, typer.Option(help="map of the candidate's names: a file, auto, none, hf, megatron, ...")
-    ] = "auto",
+    truth: Annotated[Path | None, typer.Option(help="the same arrays in float64, or finer than candidate")] = None,
+    reference: Annotated[Path | None, typer.Option(help="the same, rounded alike, by an engine you trust")] = None,
+    against: Annotated[Path | None, typer.Option(help="instead of a truth: shows differences, judges nothing")] = None,
+    names: Annotated[str, typer.Option(help="map of the candidate's names: a file, auto, none, hf, ...")] = "auto",
     truth_names: Annotated[str, typer.Option(help="map of the names of truth, reference and against")] = "auto",
     config: Annotated[Path | None, typer.Option(help="the model's config.json, where the dumps lack it")] = None,
-    order: Annotated[
-        Path | None, typer.Option(help="file of names in the order of the computation, one a line")
-    ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="names to compare; * is any text")] = None,
+    order: Annotated[Path | None, typer.Option(help="names in the order of the computation, one a line")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="names to compare; * is any text, ! leaves out")] = None,
     axes: Annotated[list[str] | None, typer.Option(help="letters of axes, such as '*.attn=BTHD' or '*=TM'")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="what the candidate computes in, where it is stored in a wider dtype")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="what the candidate computes in, where stored wider")] = None,
     operations: Annotated[int, typer.Option(min=1, help="without a reference: roundings that a layer may make")] = 16,
-    logprobs: Annotated[
-        bool, typer.Option(help="the files hold token_ids and logprobs, as JSONL or safetensors")
-    ] = False,
+    logprobs: Annotated[bool, typer.Option(help="token_ids and logprobs, as JSONL or safetensors")] = False,
     out: Annotated[Path | None, typer.Option(help="report.html, report.json, junit.xml, badge.json")] = None,
     format_: Format = "text",
 ) -> None:
@@ -203,9 +189,7 @@ def record(
     ],
     out: Annotated[Path, typer.Option(help="the safetensors file")],
     names: Annotated[list[str] | None, typer.Option(help="names to record; * is any text")] = None,
-    backward: Annotated[
-        bool, typer.Option(help="of torch: call backward on the output's `loss`, record gradients")
-    ] = False,
+    backward: Annotated[bool, typer.Option(help="torch: call backward on the output's loss, record gradients")] = False,
 ) -> None:
     """Call a model of torch or Flax once, and record what every module returns, for `parity compare`.
 
@@ -331,9 +315,7 @@ def _pair(text: str) -> tuple[int, int]:
 def zoo(
     config: Annotated[Path, typer.Argument(help="the gate to try")] = Path("configs/parity/ci.yaml"),
     bugs: Annotated[list[str] | None, typer.Argument(help="names of bugs; all of them")] = None,
-    list_only: Annotated[
-        bool, typer.Option("--list", help="print every bug and where it happened; run nothing")
-    ] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="only print every bug and where it happened")] = False,
 ) -> None:
     """Run a gate against every bug of the zoo and print which case catches which.
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from anchorline.environment import processor, usable_cores
 from anchorline.errors import UserError, did_you_mean, some
-from parity_tests.comparing.dumps import Array, Dump
+from parity_tests.comparing.dumps import Array, Dump, choose
 from parity_tests.comparing.hints import explain, know
-from parity_tests.comparing.judging import FEW, NO_ROUNDING, SHOWN, Found, Rule, Sides, choose, measure_all
+from parity_tests.comparing.judging import FEW, NO_ROUNDING, SHOWN, Found, Rule, Sides, dtype_of_values, measure_all
 from parity_tests.mistakes.words import sentence, where
-from parity_tests.report.measure import join_problems, judge_exactly
+from parity_tests.report.measure import MASKED, join_problems, judge_exactly
 from parity_tests.report.names import bare, group_of
 from parity_tests.report.schema import CaseReport, Divergence, Environment, Report
 
@@ -70,15 +70,14 @@ def compare(
     if not problems and not any(np.prod(f.measure.shape) for f in found):
         raise UserError(f"candidate {candidate.source}: no array holds a number: there is nothing to judge")
     if apart and not any(f.dtype for f in found):
-        raise UserError(
-            f"candidate {candidate.source}: nothing that was computed is compared ({apart[0]}); mend the map"
-        )
+        raise UserError(f"candidate: nothing that was computed is compared ({apart[0]}); mend the map")
     divergence, notes = None, []
     first = next((f for f in found if not f.measure.passed), None)
     _refuse_other_roundings(found, first is None)
     if first:
         divergence = _diverges(first, found, pairs, rule, {**candidate.config, **right.config})
         notes = _notes(first, found, pairs, rule)
+    told = [note for dump in dumps.values() if dump for note in dump.notes[:SHOWN]]
     # One shape of report for all verbs: a dump is a case.
     command = shlex.join(["parity", *sys.argv[1:]])
     seconds = time.perf_counter() - started
@@ -91,7 +90,7 @@ def compare(
         problem=join_problems(problems),
         first_divergence=divergence,
         measures=[f.measure for f in found],
-        notes=[*notes, *_finer(found, pairs, rule), *apart, *(n for d in dumps.values() if d for n in d.notes[:SHOWN])],
+        notes=[*notes, *_twins(found, pairs, rule), *_finer(found, pairs, rule), *apart, *told],
     )
     here = Environment.here(LIBRARIES, processor(), usable_cores(), Path.cwd())
     title, when = f"{candidate.source} against {right.source}", created.isoformat(timespec="seconds")
@@ -104,15 +103,18 @@ def _pair(
     """The arrays of all sides by name, in the truth's order; names that one side lacks; and in words those that one
     engine alone can have.
     """
+    wanted = dict.fromkeys(name.rpartition(": ")[0] for name in choose(candidate.arrays, only))
+    for dump in filter(None, (truth, reference)):
+        steps = {name.rpartition(": ")[0] for name in dump.arrays}
+        if gone := [step for step in wanted if step not in steps]:
+            raise UserError(f"{dump.source} lacks {some(gone)}, which {candidate.source} has; record it, or use --only")
+    labels, only = only, [pattern if pattern.startswith("!") else _whole(pattern) for pattern in only]
     names = choose(truth.arrays, only)
     apart = _not_shared(candidate, truth, only)
     shared = [name for name in names if name in candidate.arrays and name not in apart]
     if not shared:
-        mine, theirs = (", ".join(list(dump.arrays)[:SHOWN]) for dump in (candidate, truth))
-        raise UserError(
-            f"no name is in both dumps: {candidate.source} has {mine}, ...; {truth.source} has {theirs}, ...; give a "
-            "map of names with --names or --truth-names"
-        )
+        mine, theirs = (f"{dump.source} has {some(list(dump.arrays))}" for dump in (candidate, truth))
+        raise UserError(f"no name is in both dumps: {mine}; {theirs}; give a map with --names or --truth-names")
     problems = []
     for words, missing in (
         ("the candidate lacks", [name for name in names if name not in candidate.arrays]),
@@ -121,9 +123,7 @@ def _pair(
         if missing := [name for name in missing if name not in apart]:
             problems.append(f"{words} {some(missing)}")
     if reference is not None and (missing := [name for name in shared if name not in reference.arrays]):
-        raise UserError(
-            f"reference: lacks {some(missing)}, which the other sides have; record it, or choose with --only"
-        )
+        raise UserError(f"reference: lacks {some(missing)}, which the other sides have; record it, or use --only")
     pairs: dict[str, Sides] = {}
     for name in shared:
         mine, true = candidate.arrays[name], truth.arrays[name]
@@ -139,7 +139,10 @@ def _pair(
         for rank in range(several):
             label = f"{name} [rank {rank}]" if several > 1 else name
             theirs = other[rank if len(other) > 1 else 0] if other else None
-            pairs[label] = (mine[rank if len(mine) > 1 else 0], true[0 if alone else rank], theirs)
+            if choose([label], labels) or choose([name], labels):
+                pairs[label] = (mine[rank if len(mine) > 1 else 0], true[0 if alone else rank], theirs)
+    if not pairs:
+        raise UserError(f"--only {labels[0]}: fits no rank; mend it, or take it out")
     notes = [f"not compared: {len(apart)} names that the engines do not share ({some(apart)})"] if apart else []
     return pairs, problems, notes
 
@@ -154,9 +157,7 @@ def _not_shared(candidate: Dump, truth: Dump, only: Sequence[str]) -> list[str]:
             theirs = [bare(name) for name in other.arrays]
             if choose(map(bare, choose(mine.arrays, only)), [target]) and not choose(theirs, [target]):
                 near = did_you_mean(target, [re.sub(r"\d+", "*", n, count=1) if "*" in target else n for n in theirs])
-                words = (
-                    f"{mine.called}: {target}: {other.source} has no such name{near}; mend the entry, or take it out"
-                )
+                words = f"{mine.called}: {target}: {other.source} has no such name{near}; mend it, or take it out"
                 raise UserError(words.replace("*", "{i}"))
     maps = {candidate.targets, truth.targets}
     found = []
@@ -169,38 +170,40 @@ def _not_shared(candidate: Dump, truth: Dump, only: Sequence[str]) -> list[str]:
     return found
 
 
+def _whole(name: str) -> str:
+    return name.partition(" [rank ")[0]
+
+
+def _count(found: Sequence[Found]) -> int:
+    """How many arrays there are; those of ranks are one."""
+    return len({_whole(f.name) for f in found})
+
+
 def _joined(ranks: Sequence[Array], shape: tuple[int, ...]) -> list[Array]:
-    """The ranks' arrays, each the whole, or one where all hold the same; or one, of slices that fit together along one
-    axis alone.
-    """
-    held = [array.load() for array in ranks]
-    shapes = [x.shape for x in held]
+    """The ranks' arrays, or one: where all hold the same whole, or slices that fit together along one axis alone."""
+    shapes = [array.load().shape for array in ranks]
     if len(ranks) == 1 or any(own == shape for own in shapes):
-        same = all(
-            own == shape and judge_exactly("", x, held[0]).error == 0 for own, x in zip(shapes, held, strict=True)
-        )
+        same = {*shapes} == {shape} and all(_same(ranks[0], array) for array in ranks[1:])
         return list(ranks[:1] if same else ranks)
     fits = [
-        axis
-        for axis in range(len(shape))
-        if all(
-            len(own) == len(shape) and own[:axis] + own[axis + 1 :] == shape[:axis] + shape[axis + 1 :]
-            for own in shapes
-        )
-        and sum(own[axis] for own in shapes) == shape[axis]
+        a
+        for a in range(len(shape))
+        if len({own[:a] + own[a + 1 :] for own in (*shapes, shape)}) == 1 and sum(own[a] for own in shapes) == shape[a]
     ]
     if len(fits) != 1:
         return list(ranks)  # their shapes are a finding
     return [Array(ranks[0].dtype, lambda: np.concatenate([array.load() for array in ranks], fits[0]))]
 
 
+def _same(one: Array, other: Array | None) -> bool:
+    return other is not None and judge_exactly("", one.load(), other.load()).error == 0
+
+
 def _refuse_own_reference(sources: Mapping[str, str]) -> None:
     for role in ("candidate", "truth"):
         paths = [Path(source) for name in (role, "reference") if (source := sources.get(name))]
         if len(paths) == 2 and paths[0].exists() and paths[0].resolve() == paths[1].resolve():
-            raise UserError(
-                f"reference: {paths[1]} is the {role}, too: what it does wrong would pass; give another run"
-            )
+            raise UserError(f"reference: {paths[1]} is the {role}, too; give another run")
 
 
 def _refuse_other_inputs(truth: Dump, reference: Dump) -> None:
@@ -223,34 +226,48 @@ def _refuse_other_roundings(found: Sequence[Found], passed: bool) -> None:
     sides = {f.coarser for f in found if f.dtype and f.size and np.prod(f.measure.shape) >= FEW}
     if sides == {1} and passed:
         raise UserError(
-            "reference: all its arrays are coarser than the candidate's, so that mistakes pass, too; record it in the "
-            "candidate's dtype, or say with --dtype what the candidate computes in"
+            "reference: all its arrays are coarser than the candidate's; record them alike, or give --dtype"
         )
     if sides == {-1} and not passed:
-        raise UserError(
-            "reference: all its arrays are finer than the candidate's, so that it lacks the candidate's roundings; "
-            "record it in the candidate's dtype"
-        )
+        raise UserError("reference: all its arrays are finer than the candidate's; record it in the candidate's dtype")
 
 
 def _refuse_coarse(pairs: Mapping[str, Sides], dtype: str | None) -> None:
     kinds = [(FINER.index(dtype or c.dtype), FINER.index(t.dtype)) for c, t, _ in pairs.values() if c.dtype and t.dtype]
     if kinds and all(true <= mine for mine, true in kinds):
         mine, true = (FINER[max(kind)] for kind in zip(*kinds, strict=True))
+        whose = f"--dtype {dtype}" if dtype else f"the candidate's, which are {mine}"
         raise UserError(
-            f"--truth: its arrays are {true}, no finer than the candidate's, which are {mine}: record the truth in "
-            "float64; or give it as --against, which shows the difference and judges nothing"
+            f"--truth: its arrays are {true}, no finer than {whose}; record float64, or give it as --against"
         )
 
 
 def _finer(found: Sequence[Found], pairs: Mapping[str, Sides], rule: Rule) -> list[str]:
-    coarse = [f for f in found if f.dtype and FINER.index(pairs[f.name][1].dtype or "float64") <= FINER.index(f.dtype)]
-    if rule.kind == "difference" or not coarse:
+    """Where the truth is no finer than the candidate, or the candidate's numbers are finer than --dtype."""
+    if rule.kind == "difference":
         return []
-    return [
-        f"in {len(coarse)} arrays ({coarse[0].name}, ...) the truth has no finer dtype than the candidate: small "
-        "mistakes there may pass"
-    ]
+    whose = f"--dtype {rule.dtype}" if rule.dtype else "the candidate"
+    coarse = [f for f in found if f.dtype and FINER.index(pairs[f.name][1].dtype or "float64") <= FINER.index(f.dtype)]
+    wide: list[Found] = []
+    for f in found:  # few values may be a sum's; numbers of JSON have no dtype
+        if rule.dtype and f.dtype and f.name != "logprobs" and np.prod(f.measure.shape) >= FEW:
+            own = dtype_of_values((mine := pairs[f.name][0]).load(), mine.dtype or "float64")
+            wide += [f] if FINER.index(own) > FINER.index(rule.dtype) else []
+    said = {f"the truth has no finer dtype than {whose}": coarse, f"the candidate is finer than {whose}": wide}
+    return [f"in {_count(f)} arrays ({f[0].name}, ...) {why}: small mistakes may pass" for why, f in said.items() if f]
+
+
+def _twins(found: Sequence[Found], pairs: Mapping[str, Sides], rule: Rule) -> list[str]:
+    """Two sides that hold the same numbers, and what the comparison shows then."""
+    computed = [f for f in found if f.dtype and rule.kind != "difference"]
+    said = f"hold the same numbers in all {_count(computed)} arrays: the"
+    shows = f"{said} comparison shows no more than that they agree"
+    alike = {f"truth and candidate {shows}": [f for f in computed if f.relative == 0]}
+    if rule.kind == "reference":
+        twins = [f for f in computed if f.relative == f.reference and _same(pairs[f.name][0], pairs[f.name][2])]
+        alike |= {f"reference and candidate {shows}": twins}
+        alike |= {f"truth and reference {said} reference shows no rounding": [f for f in computed if f.reference == 0]}
+    return [words for words, same in alike.items() if computed and len(same) == len(computed)]
 
 
 def _diverges(
@@ -284,13 +301,13 @@ def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rul
             f"there, {first.relative:.2g} here)"
         )
     if before:
-        notes.append(f"passed before it: {len(before)} arrays, {before[0].name} to {before[-1].name}")
+        notes.append(f"passed before it: {_count(before)} arrays, {before[0].name} to {before[-1].name}")
     else:
         notes.append("it is the first array")
-    notes += _worst(first, pairs)
+    notes += [*_worst(first, pairs), *_advise(first, pairs)]
     if behind:
-        broken = sum(not f.measure.passed for f in behind)
-        notes.append(f"after it {broken} of {len(behind)} arrays {'break' if rule.kind != 'difference' else 'differ'}")
+        broken, of = _count([f for f in behind if not f.measure.passed]), _count(behind)
+        notes.append(f"after it {broken} of {of} arrays {'break' if rule.kind != 'difference' else 'differ'}")
     growth = [
         f.relative for f in behind if f.measure.tap == measure.tap and f.measure.layer is not None and f.relative > 0
     ]
@@ -314,3 +331,18 @@ def _worst(first: Found, pairs: Mapping[str, Sides]) -> list[str]:
     exact = first.dtype is None
     shown = [str(x) if exact else f"{float(x):.6g}" for x in values]
     return [f"worst at {place}: {shown[0]}, where {shown[1]} is right"]
+
+
+def _advise(first: Found, pairs: Mapping[str, Sides]) -> list[str]:
+    """What may be meant where integers or masks differ."""
+    if first.dtype is not None:
+        return []
+    mine, true = (side.load() for side in pairs[first.name][:2])
+    additive = [x.dtype.kind == "f" and bool((x <= MASKED).any()) for x in (mine, true)]
+    if additive[0] != additive[1]:
+        return ["one mask is additive, 0 and a large negative number, the other True and False: write both alike"]
+    if np.array_equal(mine == 0, true != 0) and all(np.isin(x, (0, 1)).all() for x in (mine, true)):
+        return ["True is False in the other: one mask marks what is seen, the other what is hidden: write both alike"]
+    one = re.sub(r"\d+", "*", bare(_whole(first.name)), count=1)
+    words = f"choices of experts may differ where logits tie: compare the logits, and leave these out: --only '!{one}'"
+    return [] if first.measure.layer is None else [words]

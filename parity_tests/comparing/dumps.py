@@ -1,8 +1,8 @@
 """A dump: named arrays in safetensors files, in the order of the computation, read from the disk where they are needed.
 
 A dump is a file, or a folder of files. Files whose arrays have other names are parts of one dump. Where names repeat,
-files called `rank0`, `rank1`, ... are the ranks of one computation, files that differ in one other number are steps
-(`step 3: loss`).
+files called `rank0` (or `tp0`, `pp0`), ... are the ranks of one computation, files that differ in one other number are
+steps (`step 3: loss`).
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from anchorline.errors import UserError, did_you_mean, quoted, some
+from anchorline.errors import UserError, did_you_mean, printable, quoted, some
 from anchorline.files import parse_json, read_json
 from parity_tests.report.names import bare, natural, sort_key
 
@@ -91,11 +91,7 @@ def open_dump(path: Path, order: Path | None = None, config: Path | None = None)
     if not names:
         raise UserError(f"{opening}: holds no array")
     try:
-        said = (
-            order.read_text(encoding="utf-8").splitlines()
-            if order
-            else [name for _, about in headers for name in about["order"]]
-        )
+        said = order.read_text("utf-8").splitlines() if order else [n for _, a in headers for n in a["order"]]
         model = read_json(config, "--config") if config else {k: x for _, a in headers for k, x in a["config"].items()}
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
@@ -109,7 +105,7 @@ def open_dump(path: Path, order: Path | None = None, config: Path | None = None)
             label = f"step {steps[rank]}: {name}" if steps else name
             arrays.setdefault(label, []).append(array if steps else replace(array, rank=rank))
             places |= {label: place[name]} if name in place else {}
-    return Dump(str(path), in_order(arrays, places), model, places=places, steps=tuple(steps))
+    return Dump(printable(str(path)), in_order(arrays, places), model, places=places, steps=tuple(steps))
 
 
 def in_order(arrays: Mapping[str, Sequence[Array]], places: Mapping[str, int]) -> dict[str, Sequence[Array]]:
@@ -120,16 +116,21 @@ def in_order(arrays: Mapping[str, Sequence[Array]], places: Mapping[str, int]) -
     }
 
 
+def _numbers(word: str, files: Sequence[Path]) -> list[tuple[int, ...]]:
+    return [tuple(map(int, re.findall(rf"{word}[-_. =]*(\d+)", file.stem, re.IGNORECASE))) for file in files]
+
+
 def _steps(opening: str, files: Sequence[Path], repeated: bool) -> list[int]:
     """The step of each file of a folder; none, if they are ranks or parts of one dump. Raises UserError."""
-    ranks = [tuple(map(int, re.findall(r"rank[-_. =]*(\d+)", file.stem, re.IGNORECASE))) for file in files]
+    ranks = _numbers("rank", files)
+    if repeated and not any(ranks):  # groups of tensor, pipeline and data parallel alone
+        groups = _numbers("(?<![a-z])[tpd]p", files)
+        ranks = groups if len(set(groups)) == len(files) else ranks
     if all(ranks):
         wanted = product(*(range(min(max(own), len(own)) + 1) for own in zip(*ranks, strict=False)))
         for rank in wanted:
             if rank not in ranks:
-                raise UserError(
-                    f"{opening}: lacks rank {', '.join(map(str, rank))}; give a file of each rank, from 0 on"
-                )
+                raise UserError(f"{opening}: lacks rank {', '.join(map(str, rank))}; give a file of each, from 0 on")
     if not repeated or (all(ranks) and len(set(ranks)) == len(ranks)):
         return []
     steps = [int(number) for file in files for number in re.findall(r"(\d+)\D*$", file.stem)]
@@ -140,19 +141,25 @@ def _steps(opening: str, files: Sequence[Path], repeated: bool) -> list[int]:
 
 
 def fits(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name, or what stands behind its step, is one of the patterns; * is any text, brackets are themselves,
-    too.
-    """
+    """Whether a name, or what stands behind its step, fits a pattern; * is any text, brackets are themselves, too."""
     forms = {form for pattern in patterns for form in (pattern, pattern.replace("[", "[[]"))}
     return any(fnmatchcase(own, form) for own in (name, bare(name)) for form in forms)
+
+
+def choose(names: Iterable[str], only: Sequence[str]) -> list[str]:
+    """The names that fit one of the patterns, all where there is none, and none that begins with `!`."""
+    without = [pattern[1:] for pattern in only if pattern.startswith("!")]
+    wanted = [pattern for pattern in only if not pattern.startswith("!")] or ["*"]
+    return [name for name in names if fits(name, wanted) and not fits(name, without)]
 
 
 def check_fits(option: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     """Raises UserError: a pattern of an option fits no name, such as a name that is misspelt."""
     own = [bare(name) for name in names]
     for pattern in patterns:
-        if not any(fits(name, [pattern]) for name in names):
-            raise UserError(f"{option} {pattern}: fits no name{did_you_mean(pattern, own)}; mend it, or take it out")
+        wanted = pattern[1:] if pattern.startswith("!") else pattern.partition(" [rank ")[0]
+        if not any(fits(name, [wanted]) for name in names):
+            raise UserError(f"{option} {pattern}: fits no name{did_you_mean(wanted, own)}; mend it, or take it out")
 
 
 def check_alike(truth: Dump, *others: Dump | None) -> None:
@@ -197,6 +204,7 @@ def _said(metadata: dict[str, Any], key: str, kind: Any) -> Any:
 
 
 def _place(name: str, path: Path, start: int, size: int, entry: Mapping[str, Any]) -> Array:
+    name.encode()  # fails on half a character, which JSON may hold
     code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if code not in _DTYPES:
         raise UserError(f"dump {path}: {name} is of dtype {code}; write one of {', '.join(_DTYPES)}")

@@ -6,7 +6,7 @@ compare exactly.
 Legend: B batch · T tokens of a row · H heads · D head_dim · M model width.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -52,11 +52,6 @@ class Found:
     reference: float = 0.0  # the relative error of the reference
     size: float = 0.0
     coarser: int = 0  # 1 where the reference's dtype is coarser than the candidate's, -1 where it is finer
-
-
-def choose(names: Iterable[str], only: Sequence[str]) -> list[str]:
-    """The names that fit one of the patterns; all where there is none."""
-    return [name for name in names if not only or any(fnmatchcase(name, pattern) for pattern in only)]
 
 
 def measure_all(
@@ -134,6 +129,9 @@ def _measure(
     for role, x in (("candidate", mine), ("reference", other)):
         if x.shape != true.shape:
             problems[name] = f"{name} has shape {list(x.shape)} in the {role}, not {list(true.shape)}"
+            if x.shape[:-1] == true.shape[:-1] and layer_and_tap(name)[0] is None:
+                few, many = sorted((x.shape[-1], true.shape[-1]))
+                problems[name] += f"; cut what is padding by a map's step: {{part: [0, [{few}, {many - few}]]}}"
             return None
     if truth.dtype is None or _is_mask(true):
         return Found(name, measure.judge_exactly(name, mine, true, truth.dtype is not None))
@@ -145,7 +143,7 @@ def _measure(
     dtype, coarser = rule.dtype or candidate.dtype, 0
     if rule.dtype is None and reference is not None and reference.dtype is not None:
         # Half precision that was widened to be stored, on both sides; of one side it is a fault.
-        own, others = _dtype_of_values(mine, candidate.dtype), _dtype_of_values(other, reference.dtype)
+        own, others = dtype_of_values(mine, candidate.dtype), dtype_of_values(other, reference.dtype)
         dtype = own if own == others else candidate.dtype
         coarser = 0 if own == others else int(np.sign(UNIT_ROUNDOFF[others] - UNIT_ROUNDOFF[candidate.dtype]))
     axes = _axes(name, true.ndim, rule) if rule.kind == "reference" else None
@@ -245,7 +243,7 @@ def _is_mask(truth: np.ndarray) -> bool:
     return zeros and low is not None
 
 
-def _dtype_of_values(x: np.ndarray, stored: str) -> str:
+def dtype_of_values(x: np.ndarray, stored: str) -> str:
     """The dtype whose numbers all values are: half precision that was widened to be stored is still half precision."""
     if stored not in ("float32", "float64"):
         return stored

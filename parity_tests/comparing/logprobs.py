@@ -31,10 +31,8 @@ def open_logprobs(*paths: Path | None) -> list[Any]:
         if differ := nulls ^ own:
             document, token = min(differ)
             null, number = (one, other) if (document, token) in nulls else (other, one)
-            raise UserError(
-                f"--logprobs {null.source}: line {document + 1} has null for token {token}, {number.source} a "
-                "log-probability; give null in both, or in none"
-            )
+            place = f"document {document} has null for token {token}, {number.source} a log-probability"
+            raise UserError(f"--logprobs {null.source}: {place}; give null in both, or in none")
     return [found and found[0] for found in read]
 
 
@@ -43,12 +41,10 @@ def _read(path: Path) -> tuple[Dump, set[tuple[int, int]]]:
     opening = f"--logprobs {quoted(str(path))}"
     try:
         with path.open("rb") as file:
-            first = file.read(1)
-        arrays = (
-            _read_lines(path) if first in (b"{", b"") else {n: x[0].load() for n, x in open_dump(path).arrays.items()}
-        )
+            is_text = int.from_bytes(file.read(8).ljust(8, b" "), "little") > path.stat().st_size
+        arrays = _read_lines(path) if is_text else {n: x[0].load() for n, x in open_dump(path).arrays.items()}
         ids, values = (np.asarray(arrays[name]) for name in _NAMES[:2])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{opening}: no token_ids and logprobs in it ({error})") from None
@@ -56,6 +52,7 @@ def _read(path: Path) -> tuple[Dump, set[tuple[int, int]]]:
     documents = np.asarray(arrays.get("document_ids", rows))
     if not ids.shape == values.shape == documents.shape or not ids.size:
         raise UserError(f"{opening}: {ids.shape} token_ids and {values.shape} logprobs; give one each")
+    width = ids.shape[-1] if ids.ndim == 2 else ids.size
     ids, values, documents = (x.reshape(-1) for x in (ids, values, documents))
     given = np.not_equal(values, None) if values.dtype == object else np.ones(len(values), bool)
     values = values.astype(np.float64) if values.dtype == object else values
@@ -66,19 +63,23 @@ def _read(path: Path) -> tuple[Dump, set[tuple[int, int]]]:
         or not given.any()
     ):
         raise UserError(f"{opening}: {ids.dtype} token_ids and {values.dtype} logprobs; give integers and floats")
-    starts = np.concatenate([[True], documents[1:] != documents[:-1]])
     index = np.arange(len(documents))
+    starts = np.concatenate([[True], documents[1:] != documents[:-1]]) | (index % width == 0)
     positions = index - np.maximum.accumulate(np.where(starts, index, 0))
+    padding, documents = documents < 0, np.cumsum(starts) - 1  # whatever they are called
+    kept = given & ~padding
     own = {"token_ids": ids, "document_ids": documents, "position_ids": positions}
-    inputs = {f"inputs.{name}": [Array(None, lambda x=x: x[given])] for name, x in own.items()}
-    held = inputs | {"logprobs": [Array(str(values.dtype), lambda: values[given])]}
+    inputs = {f"inputs.{name}": [Array(None, lambda x=x: x[kept])] for name, x in own.items()}
+    held = inputs | {"logprobs": [Array(str(values.dtype), lambda: values[kept])]}
     return Dump(str(path), held, {}), {(int(documents[i]), int(positions[i])) for i in np.flatnonzero(~given)}
 
 
 def _read_lines(path: Path) -> dict[str, np.ndarray]:
     columns: dict[str, list[Any]] = {name: [] for name in _NAMES}
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold what else ends a line
     for number, line in enumerate(lines):
+        if not line.strip():
+            continue
         x = parse_json(line.encode())
         ids, values = x["token_ids"], x["logprobs"]
         if not {*map(type, ids)} <= {int} or not {*map(type, values)} <= {int, float, type(None)}:
@@ -86,6 +87,7 @@ def _read_lines(path: Path) -> dict[str, np.ndarray]:
         if len(ids) != len(values):
             counts = f"{len(ids)} token_ids and {len(values)} logprobs"
             raise ValueError(f"line {number + 1} has {counts}; give one for each token")
+        values = [None if value is None else float(value) for value in values]
         for name, column in zip(_NAMES, (ids, values, [number] * len(ids)), strict=True):
             columns[name] += column
     return {

@@ -169,9 +169,7 @@ def _find(dump: Dump, names: Names) -> list[tuple[str, list[str], Sequence[Any],
 
 
 def _count_on(arrays: Mapping[str, Sequence[Array]], names: Names, source: str) -> dict[str, Sequence[Array]]:
-    """Layers of the stages, one stage after another, under numbers that go on. Raises UserError: ranks do not share
-    the stages evenly, or a stage does not count its layers from 0.
-    """
+    """Layers of the stages, one stage after another, under numbers that go on. Raises UserError."""
     begins = [entry.names[0].split(_LAYER)[0] for entry in names.names.values() if _LAYER in entry.names[0]]
     patterns = [re.compile(re.escape(begin) + r"(\d+)") for begin in dict.fromkeys(begins)]
     patterns.append(re.compile(r".*?(?:(?<=layers\.)|(?<=blocks\.)|(?<=\.)(?=\d+\.))(\d+)(?=\.|$)"))

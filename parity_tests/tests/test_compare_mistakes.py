@@ -22,6 +22,9 @@ MAP = {"inputs.input_ids": "tok", "embed": "emb", "layers.{i}.q": "blk{i}/qkv", 
 MAP |= {"logits": "head"}
 FLOATS = {n: x if n == "tok" else x.astype(np.float32) for n, x in TRUTH.items()}
 
+SEEN, INT = np.tri(8, dtype=bool), np.arange(16).reshape(2, 8)
+BIG = '{"token_ids": [1], "logprobs": [%s]}' % ("9" * 400)
+
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
@@ -181,7 +184,34 @@ def test_steps_and_ranks_are_as_many_on_both_sides(here, given):
     if given != "s1 --against s3":
         refuses(given, "give as many on both sides")
     Path("s1/step0.safetensors").rename("s1/rank0.safetensors")
+    refuses("s3 --against s1", "give as many")
     refuses("s1 --against s3", "s1 holds no steps and 1 ranks, s3 holds 3 steps and 1 ranks; give as many")
+
+
+@pytest.mark.parametrize(
+    ("given", "only", "count"),
+    [("s3", "emb", 3), ("s3", "step 1: *", 7), ("s3", "!blk*", 9), ("r4", "*", 7), ("r4", "emb [rank 1]", 1)],
+)
+def test_arrays_of_steps_and_ranks_are_chosen_and_counted(here, given, only, count):
+    done = compare(f"{given} --against {given}", "--only", only)
+    assert f"IDENTICAL: {count} arrays" in done.stdout, done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "mine", "true", "given", "says"),
+    [
+        ("a", SEEN, SEEN, "", "reference and candidate hold the same numbers in all 6 arrays: the comparison shows"),
+        ("a", SEEN, SEEN, "--dtype bfloat16", "in 6 arrays (blk0/qkv, ...) the candidate is finer than --dtype"),
+        ("a", np.where(SEEN, 0, -1e9), SEEN, "", "one mask is additive"),
+        ("a", ~SEEN, SEEN.astype(int), "", "True is False in the other"),
+        ("layers.3.top", INT, INT + 1, "", "leave these out: --only '!layers.*.top'"),
+        ("a", np.ones((2, 8, 9)), np.ones((2, 8, 6)), "", "by a map's step: {part: [0, [6, 3]]}"),
+    ],
+)
+def test_what_a_reader_must_know_is_said(here, name, mine, true, given, says):
+    for side, x in {"c": mine, "r": true, "t": true}.items():
+        save_file((TRUTH if side == "t" else FLOATS) | {name: x}, side)
+    assert says in compare(f"{ALL} {given}").stdout
 
 
 def test_names_keep_the_places_of_their_sources(here):
@@ -216,7 +246,7 @@ ROWS = [[None, -1.5, -2.0, -0.25], [None, -3.0, -1.0]]
     ("mine", "says"),
     [
         ([[-1.0, -1.5, -2.0, -0.25], ROWS[1]], "mine: line 1 has a log-probability"),
-        ([ROWS[0], [None, None, -1.0]], "mine: line 2 has null for token 1, t a log-probability"),
+        ([ROWS[0], [None, None, -1.0]], "mine: document 1 has null for token 1, t a log-probability"),
         ([ROWS[0], ["a", -3.0, -1.0]], "line 2: give lists of integers, and of numbers or null"),
         ([ROWS[0], [True, -3.0, -1.0]], "line 2: give lists"),
         ([[None] * 4, [None] * 3], "give integers and floats"),
@@ -228,11 +258,12 @@ def test_null_is_no_log_probability(here, mine, says):
     same = compare("--logprobs same --against t")
     assert (same.exit_code, "difference of 5 tokens: mean 0" in same.stdout) == (0, True), same.output
     write_lines("mine", *mine)
-    refuses("--logprobs mine --truth t", says if "line 1 has a" not in says else "t: line 1 has null for token 0, mine")
+    refuses("--logprobs mine --truth t", says if "line 1 has a" not in says else "t: document 0 has null for token 0")
 
 
 @pytest.mark.parametrize(
-    "content", ["", '{"token_ids": ["a"], "logprobs": [-1]}', '{"token_ids": 5, "logprobs": [-1]}', "{", '{"a": 1}']
+    "content",
+    ["", BIG, '{"token_ids": ["a"], "logprobs": [-1]}', '{"token_ids": 5, "logprobs": [-1]}', "{", '{"a": 1}'],
 )
 def test_log_probabilities_that_are_none(here, content):
     write_lines("t", *ROWS)
@@ -241,18 +272,24 @@ def test_log_probabilities_that_are_none(here, content):
     refuses("--logprobs . --truth t", "--logprobs '.': ")
 
 
+def test_log_probabilities_as_other_programs_write_them(here):
+    write_lines("t", [-1.5, -2.0], [-3.0])
+    text = Path("t").read_text().replace("{", '{"text": "\u2028", ')
+    Path("mine").write_text(f"\n{text}\n\n", encoding="utf-8-sig")
+    ids, rows = np.array([0, 1, 0, 9]), np.array([1, 1, 2, -1])
+    save_file({"token_ids": ids, "document_ids": rows, "logprobs": np.float32([-1.5, -2, -3, 0])}, "s")
+    for mine in ("mine", "s"):
+        done = compare(f"--logprobs {mine} --against t")
+        assert "IDENTICAL" in done.stdout, done.output
+
+
 @pytest.mark.parametrize(
     ("given", "verdict", "badge", "junit"),
     [
         ("--truth t --reference r", "SAME", ("1 case the same", "brightgreen"), None),
         ("--truth t", "WITHIN THE NOISE FLOOR", ("within the noise floor", "blue"), None),
         ("--against c", "IDENTICAL", ("identical", "blue"), None),
-        (
-            "--against other",
-            "A DIFFERENCE, not judged",
-            ("a difference, not judged", "blue"),
-            "A DIFFERENCE, not judged: ",
-        ),
+        ("--against other", "A DIFFERENCE, not judged", ("a difference, not judged", "blue"), "A DIFFERENCE, "),
         ("--truth far", "BEYOND THE NOISE FLOOR", ("beyond the noise floor", "red"), "BEYOND THE NOISE FLOOR: "),
     ],
 )
