@@ -23,10 +23,10 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_200,
-    "lines of tests' code": 22_503,
-    "lines of source": 44_360,
-    "lines of tests": 29_149,
+    "lines of code": 31_250,
+    "lines of tests' code": 22_550,
+    "lines of source": 44_430,
+    "lines of tests": 29_215,
     "words of docs": 26_120,
     "settings without description": 0,
 }

@@ -38,10 +38,11 @@ def some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean NAME?)` of the known name that is most like it, or nothing."""
-    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+def did_you_mean(name: str, known: Iterable[str], near: Sequence[str] = (), inside: str = "") -> str:
+    """` (did you mean NAME?)` of the names that are near, else of the known one that is most like it, or nothing.
+    inside: what stands before the known names."""
+    near = near or [inside + x for x in difflib.get_close_matches(name[:100], list(dict.fromkeys(known)), n=1)]
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def one_line(message: object) -> str:

@@ -5,7 +5,6 @@ Strict means: keys are text and appear once; values have no tags, dates or merge
 # pyright: reportUnknownMemberType=false
 # PyYAML has incomplete types.
 
-import difflib
 import itertools
 import os
 import re
@@ -18,7 +17,7 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from anchorline.errors import UserError, one_line, quoted, quoted_reason
+from anchorline.errors import UserError, did_you_mean, one_line, quoted, quoted_reason
 from anchorline.files import read_file
 
 SHIPPED = Path(__file__).parent / "configs"  # in a checkout a link to configs/ at the top
@@ -251,10 +250,11 @@ def _explain_one(schema: type[BaseModel], item: Any) -> tuple[str, str]:
     if kind == "extra_forbidden":
         key, known = str(loc[-1]), [x.alias or n for n, x in inner.model_fields.items()] if inner else []
         name = key[:100].lower().replace("-", "_")
-        near = [".".join([*location, one]) for one in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
-        found = [one for one in _dotted(schema) if one.endswith(f".{name}")] or near  # in another section first
-        hint = f"did you mean {' or '.join(found)}?" if found else f"known: {', '.join(known)}"
-        return f"{'.'.join([*location, quoted(key)[1:-1]])}: ", f"unknown key; {hint}"
+        found = [one for one in _dotted(schema) if one.endswith(f".{name}")]  # in another section first
+        hint = (
+            did_you_mean(name, known, found, "".join(f"{one}." for one in location)) or f"; known: {', '.join(known)}"
+        )
+        return f"{'.'.join([*location, quoted(key)[1:-1]])}: ", f"unknown key{hint}"
     if kind == "missing":
         return f"{where}: ", "missing; add it"
     if kind == "value_error":

@@ -169,10 +169,11 @@ def compare(
     check_fits("--order", filter(None, order.read_text().splitlines()) if order else (), recorded)
     dtype = dtype or ("float32" if logprobs else None)
     rule = Rule(given, dtype, operations, "difference" if against else "reference" if reference else "floor")
+    chosen = only or []
+    if logprobs and any(not pattern.startswith("!") for pattern in chosen):
+        chosen = [*chosen, "inputs.*"]  # other tokens have other log-probabilities
     with progress("parity") as bar:
-        report = compare(
-            first, second, third, fourth, rule, only or (), lambda _, number, total: bar(None, number, total)
-        )
+        report = compare(first, second, third, fourth, rule, chosen, lambda _, n, total: bar(None, n, total))
     numbers = describe(first, right) if logprobs else []
     print(in_words(report, rule.kind), *report.cases[0].notes, *numbers, sep="\n  ")
     if out is not None:

@@ -15,10 +15,20 @@ from anchorline.environment import processor, usable_cores
 from anchorline.errors import UserError, did_you_mean, some
 from parity_tests.comparing.dumps import Array, Dump, choose
 from parity_tests.comparing.hints import explain, know
-from parity_tests.comparing.judging import FEW, NO_ROUNDING, SHOWN, Found, Rule, Sides, dtype_of_values, measure_all
+from parity_tests.comparing.judging import (
+    FEW,
+    NO_ROUNDING,
+    SHOWN,
+    Found,
+    Rule,
+    Sides,
+    dtype_of_values,
+    lay_out,
+    measure_all,
+)
 from parity_tests.mistakes.words import sentence, where
 from parity_tests.report.measure import MASKED, join_problems, judge_exactly
-from parity_tests.report.names import bare, group_of
+from parity_tests.report.names import axis_names, bare, group_of, split
 from parity_tests.report.schema import CaseReport, Divergence, Environment, Report
 
 FINER = ("float8_e5m2", "float8_e4m3", "bfloat16", "float16", "float32", "float64")
@@ -90,7 +100,7 @@ def compare(
         problem=join_problems(problems),
         first_divergence=divergence,
         measures=[f.measure for f in found],
-        notes=[*notes, *_twins(found, pairs, rule), *_finer(found, pairs, rule), *apart, *told],
+        notes=[*notes, *_twins(found, pairs, rule), *_hidden(found), *_finer(found, pairs, rule), *apart, *told],
     )
     here = Environment.here(LIBRARIES, processor(), usable_cores(), Path.cwd())
     title, when = f"{candidate.source} against {right.source}", created.isoformat(timespec="seconds")
@@ -221,7 +231,7 @@ def _refuse_other_roundings(found: Sequence[Found], passed: bool) -> None:
     if wrong and 2 * len(wrong) >= len(forward):
         raise UserError(
             f"reference: it errs by {wrong[0].reference:.0%} of the truth's size in {wrong[0].name}: that is no "
-            "rounding but another computation; record both alike"
+            f"rounding but another computation (from {NO_ROUNDING:.0%} on, a limit that we set); record both alike"
         )
     sides = {f.coarser for f in found if f.dtype and f.size and np.prod(f.measure.shape) >= FEW}
     if sides == {1} and passed:
@@ -240,6 +250,15 @@ def _refuse_coarse(pairs: Mapping[str, Sides], dtype: str | None) -> None:
         raise UserError(
             f"--truth: its arrays are {true}, no finer than {whose}; record float64, or give it as --against"
         )
+
+
+def _hidden(found: Sequence[Found]) -> list[str]:
+    """What a mean over N tokens hides: one token errs N times as much, and sqrt(N) times the tokens' mean square."""
+    losses = [f.measure for f in found if f.dtype and f.measure.group == "loss"]
+    alone = all(np.prod(loss.shape) == 1 for loss in losses)
+    words = "{} is a mean over tokens: the loss of one token may err by their number times {:.2g} and it passes"
+    better = "record the losses of the tokens (loss.tokens), where it is the root of their number"
+    return [f"{words.format(x.name, x.allowance)}; {better}" for x in losses[:1] if alone and x.passed and x.error]
 
 
 def _finer(found: Sequence[Found], pairs: Mapping[str, Sides], rule: Rule) -> list[str]:
@@ -277,12 +296,14 @@ def _diverges(
     if rule.kind == "difference":
         words = f"{where(measure)}: differs by {first.relative:.3g} of its size"
         return Divergence(name=first.name, ratio=measure.ratio, words=words)
-    known = know({n: s[0] for n, s in pairs.items()}, {n: s[1] for n, s in pairs.items()}, config)
-    sides = (known.candidate[first.name], known.truth[first.name]) if first.name in known.truth else None
-    before = [f.name for f in found[: found.index(first)]]
-    by_token = len(measure.shape) >= 3 and measure.group == "forward"
-    place = f"{where(measure)} ({first.name})"
-    words = sentence(measure, place, sides, lambda: explain(measure, known, before), by_token)
+    own = {bare(name): sides for name, sides in pairs.items() if _same_run(name, first.name)}
+    known = know(own, config, lambda name, x: lay_out(name, x.ndim, rule)[1](x))
+    name = bare(first.name)
+    sides = (known.candidate[name], known.truth[name]) if name in known.truth else None
+    before = [bare(f.name) for f in found[: found.index(first)] if _same_run(f.name, first.name)]
+    names = axis_names(lay_out(name, len(measure.shape), rule)[2], sides[1].ndim if sides else 0)
+    place, alone = f"{where(measure)} ({first.name})", measure.model_copy(update={"name": name})
+    words = sentence(measure, place, sides, lambda: explain(alone, known, before, names), "token" in names[1:2])
     return Divergence(name=first.name, ratio=measure.ratio, words=words)
 
 
@@ -291,9 +312,9 @@ def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rul
     at, measure = found.index(first), first.measure
     before, behind = found[:at], found[at + 1 :]
     notes = []
-    inner = [f for f in before if f.dtype and f.measure.group == measure.group][-SHOWN:]
+    inner = [f for f in before if f.dtype and f.measure.group == measure.group and _same_run(f.name, first.name)]
     if rule.kind != "difference" and inner and first.dtype:
-        last = max(inner, key=lambda f: f.measure.ratio)
+        last = max(inner[-SHOWN:], key=lambda f: f.measure.ratio)
         ratio = last.measure.ratio
         word = "it comes from before" if ratio > HANDED_ON * measure.ratio else "it starts here"
         notes.append(
@@ -304,29 +325,31 @@ def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rul
         notes.append(f"passed before it: {_count(before)} arrays, {before[0].name} to {before[-1].name}")
     else:
         notes.append("it is the first array")
-    notes += [*_worst(first, pairs), *_advise(first, pairs)]
+    notes += [*_worst(first, pairs, rule), *_advise(first, pairs)]
     if behind:
         broken, of = _count([f for f in behind if not f.measure.passed]), _count(behind)
         notes.append(f"after it {broken} of {of} arrays {'break' if rule.kind != 'difference' else 'differ'}")
-    growth = [
-        f.relative for f in behind if f.measure.tap == measure.tap and f.measure.layer is not None and f.relative > 0
-    ]
+    alike = [f for f in behind if f.measure.tap == measure.tap and _same_run(f.name, first.name)]
+    growth = [f.relative for f in alike if f.measure.layer is not None and f.relative > 0]
     factor = (growth[-1] / first.relative) ** (1 / len(growth)) if growth and first.relative > 0 else 0.0
     if factor > 1:
         notes.append(f"from layer to layer its relative error grows by a factor of {factor:.3g}")
     return notes
 
 
-_AXES = {4: ("row", "token", "head", "channel"), 3: ("row", "token", "channel"), 2: ("row", "column")}
+def _same_run(name: str, other: str) -> bool:
+    """Whether arrays are of one step, and of one rank; what has no rank belongs to all, and goes with rank 0."""
+    (step, _, rank), (own_step, _, own) = split(name), split(other)
+    return step == own_step and rank in ("", own or "0]")
 
 
-def _worst(first: Found, pairs: Mapping[str, Sides]) -> list[str]:
+def _worst(first: Found, pairs: Mapping[str, Sides], rule: Rule) -> list[str]:
     """The element that errs most with both numbers, and its token, head and channel."""
     if not (index := tuple(first.measure.worst)):
         return []
     mine, true, _ = pairs[first.name]
     values = [x.load()[index] for x in (mine, true)]
-    names = _AXES.get(len(index), tuple(f"axis {i}" for i in range(len(index))))
+    names = axis_names(lay_out(first.name, len(index), rule)[0], len(index))
     place = ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True))
     exact = first.dtype is None
     shown = [str(x) if exact else f"{float(x):.6g}" for x in values]

@@ -143,7 +143,8 @@ def _steps(opening: str, files: Sequence[Path], repeated: bool) -> list[int]:
 def fits(name: str, patterns: Iterable[str]) -> bool:
     """Whether a name, or what stands behind its step, fits a pattern; * is any text, brackets are themselves, too."""
     forms = {form for pattern in patterns for form in (pattern, pattern.replace("[", "[[]"))}
-    return any(fnmatchcase(own, form) for own in (name, bare(name)) for form in forms)
+    behind = name.partition(": ")[2:]
+    return any(fnmatchcase(own, form) for own in (name, *behind, bare(name)) for form in forms)
 
 
 def choose(names: Iterable[str], only: Sequence[str]) -> list[str]:

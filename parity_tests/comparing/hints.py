@@ -5,48 +5,44 @@ A mistake is named only if it gives the candidate's numbers within the allowance
 Legend: B batch · T tokens of a row · M model width.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from anchorline.errors import UserError
-from jaxref.frequencies import inverse_frequencies
 from jaxref.rope_spec import RopeSpec
-from parity_tests.comparing.dumps import Array
-from parity_tests.mistakes.rotation import describe_shifts, rotate
-from parity_tests.mistakes.words import Known, explain_attention, explain_rotation, explains, scaled
+from parity_tests.comparing.judging import Sides
+from parity_tests.mistakes.rotation import describe_shifts
+from parity_tests.mistakes.words import Known, erring, explain_attention, explain_rotation, explains, rotated, scaled
 from parity_tests.report.schema import Measure
 
 MOST = 2**24  # values of an array that is explained
 KEPT = 2**20  # values of an array that is kept while others are tried
+LEAST = 8  # values that share a factor
 NEAR = 24  # arrays before it that are tried in its place
 
 
 class Loaded(Mapping[str, np.ndarray]):
-    """Arrays of a dump by name, float64, read when asked for; those of more than `MOST` values are not in it.
+    """Arrays of a dump by name, float64, as the judge sees them, read when asked for; none of more than `MOST` values.
+    q and k after RoPE, which no module puts out, are computed from those before it, where they are not recorded."""
 
-    q and k after RoPE, which no module puts out, are computed from those before it, where they are not recorded.
-    """
-
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self._arrays, self._kept = arrays, {}
+    def __init__(self, arrays: Mapping[str, Any], view: Callable[[str, Any], np.ndarray]) -> None:
+        self._arrays, self._view, self._kept = arrays, view, {}
         self.turn: Callable[[np.ndarray], np.ndarray] | None = None
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._kept:
-            stem = name.removesuffix("_rope")
-            if name not in self._arrays and name != stem and self.turn is not None:
-                return self.turn(self[f"{stem}_norm" if f"{stem}_norm" in self._arrays else stem])
-            x = self._arrays[name].load()
-            if x.size > MOST:
-                raise KeyError(name)
-            x = np.asarray(x, np.float64 if self._arrays[name].dtype else None)
-            if x.size > KEPT:
-                return x
-            self._kept[name] = x
-        return self._kept[name]
+        if name in self._kept:
+            return self._kept[name]
+        stem = name.removesuffix("_rope")
+        if name not in self._arrays and name != stem and self.turn is not None:
+            return self.turn(self[f"{stem}_norm" if f"{stem}_norm" in self._arrays else stem])
+        x = self._arrays[name].load()
+        if x.size > MOST:
+            raise KeyError(name)
+        x = self._view(name, np.asarray(x, np.float64 if self._arrays[name].dtype else None))
+        return x if x.size > KEPT else self._kept.setdefault(name, x)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)
@@ -55,42 +51,39 @@ class Loaded(Mapping[str, np.ndarray]):
         return len(self._arrays)
 
 
-def know(candidate: Mapping[str, Array], truth: Mapping[str, Array], config: Mapping[str, Any]) -> Known:
-    """What explanations may look at. Where the dumps lack position or document ids, rows of one document are tried."""
-    mine, true = Loaded(candidate), Loaded(truth)
-    ids = {}
-    for what in ("position_ids", "document_ids"):
-        name = next((n for n in (f"inputs.{what}", what) if n in truth), None)
-        ids[what] = None if name is None else true[name]
-    layer = next((true[n] for n in truth if n.endswith((".q", ".attn")) and n in true and true[n].ndim == 4), None)
-    rope, scale = None, None
-    if layer is not None:
-        B, T, _, D = layer.shape
-        for what, x in ids.items():  # of other shapes (three rows a token, one row for all) nothing is tried
-            if x is not None and (x.dtype.kind not in "iu" or x.shape not in ((B, T), (1, T))):
-                ids[what] = None
-        ids["position_ids"] = (
-            np.broadcast_to(np.arange(T), (B, T)) if ids["position_ids"] is None else ids["position_ids"]
-        )
-        ids["document_ids"] = np.ones((B, T), int) if ids["document_ids"] is None else ids["document_ids"]
-        scale = D**-0.5
-        rope = _rope(config, D)
-        frequencies_C, scaling = inverse_frequencies(rope, T)
-        turn = partial(rotate, positions_BT=ids["position_ids"], frequencies_C=frequencies_C, scaling=scaling)
-        mine.turn = true.turn = turn
-    return Known(mine, true, ids["position_ids"], ids["document_ids"], rope, scale)
+def know(sides: Mapping[str, Sides], config: Mapping[str, Any], view: Callable[[str, Any], np.ndarray]) -> Known:
+    """What explanations may look at. Where the dumps lack position or document ids, rows of one document are tried;
+    where these are not one integer for each token, neither RoPE nor the mask is. view: orders the axes of an array."""
+    mine, true = (Loaded({name: own[side] for name, own in sides.items()}, view) for side in (0, 1))
+    layer = next((true[n] for n in sides if n.endswith((".q", ".attn")) and n in true and true[n].ndim == 4), None)
+    if layer is None:
+        return Known(mine, true)
+    B, T, _, D = layer.shape
+    ids = {"position_ids": np.broadcast_to(np.arange(T), (B, T)), "document_ids": np.ones((B, T), int)}
+    for what in ids:
+        if (name := next((n for n in (f"inputs.{what}", what) if n in sides), None)) is not None:
+            x = true[name]  # of [T], [1, T] or [B, 1, T], also as floats
+            fits = x.shape in ((T,), (1, T), (B, T), (B, 1, T)) and (x == np.round(x)).all()
+            ids[what] = np.broadcast_to(x.astype(int).reshape(-1, T), (B, T)) if fits else None
+    positions, documents = ids.values()
+    rope = None if positions is None else _rope(config, D)
+    if rope is not None and positions is not None:
+        mine.turn = true.turn = partial(rotated, positions_BT=positions, rope=rope)
+    return Known(mine, true, positions, documents, rope, D**-0.5)
 
 
-def _rope(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
-    """By the config; without one the commonest, of which a mistake is named only if it gives the numbers."""
-    try:
-        return RopeSpec.from_hf(dict(config) | {"head_dim": head_dim}) if config else RopeSpec(head_dim, 1e4)
-    except (UserError, KeyError, TypeError, AttributeError):
-        return RopeSpec(head_dim, 1e4)
+def _rope(config: Mapping[str, Any], head_dim: int) -> RopeSpec | None:
+    """By the config, else the commonest, of which a mistake is named only if it gives the numbers. None: no pairs."""
+    for given in (dict(config) | {"head_dim": head_dim}, {"head_dim": head_dim, "rope_theta": 1e4}):
+        try:
+            return RopeSpec.from_hf(given)
+        except (UserError, KeyError, TypeError, AttributeError):
+            continue
+    return None
 
 
-def explain(measure: Measure, known: Known, before: list[str]) -> str | None:
-    """Return words for the first mistake that gives the candidate's array, or None. before: names that come first."""
+def explain(measure: Measure, known: Known, before: list[str], names: Sequence[str]) -> str | None:
+    """Words for the first mistake that gives the candidate's array. before: names that come first. names: of axes."""
     name = measure.name
     if np.prod(measure.shape) > MOST or name not in known.candidate or not measure.shape:
         return None
@@ -99,17 +92,11 @@ def explain(measure: Measure, known: Known, before: list[str]) -> str | None:
         return _explain_integers(mine, true, "position" in name)
     if not (np.isfinite(mine) & np.isfinite(true)).all():
         return None
-    found = None
-    if measure.tap in ("q_rope", "k_rope") and mine.ndim == 4:
-        found = explain_rotation(measure, known)
-    if measure.tap == "attn" and mine.ndim == 4:
-        found = explain_attention(measure, known)
-    return (
-        found
-        or scaled(measure, mine, true)
-        or _explain_by_others(measure, known, before)
-        or _explain_by_axes(measure, mine, true)
-    )
+    how = {"attn": explain_attention, "q_rope": explain_rotation, "k_rope": explain_rotation}.get(measure.tap)
+    found = how and mine.ndim == 4 and how(measure, known)
+    found = found or scaled(measure, mine, true) or _explain_by_others(measure, known, before)
+    places = (words for words, x in _moves(true, names) if x.shape == mine.shape and explains(measure, mine, x))
+    return found or next(places, None) or _explain_by_parts(measure, mine, true, names)
 
 
 def _explain_by_others(measure: Measure, known: Known, before: list[str]) -> str | None:
@@ -129,53 +116,61 @@ def _explain_by_others(measure: Measure, known: Known, before: list[str]) -> str
     return None
 
 
-def _explain_by_axes(measure: Measure, mine: np.ndarray, true: np.ndarray) -> str | None:
-    """The right numbers in other places, or a factor or a summand that runs along one axis."""
-    last = true.ndim - 1
-    places: list[tuple[str, Callable[[], np.ndarray]]] = []
-    if true.ndim >= 3:
-        places += [
-            ("every token has what belongs to the token before it", lambda: _moved(true, 1)),
-            ("every token has what belongs to the token behind it", lambda: _moved(true, -1)),
-        ]
+def _moves(true: np.ndarray, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """The right numbers in other places."""
+    if "token" in names[1:2]:
+        yield "every token has what belongs to the token before it", np.concatenate([true[:, :1], true[:, :-1]], 1)
+        yield "every token has what belongs to the token behind it", np.concatenate([true[:, 1:], true[:, -1:]], 1)
     if true.ndim >= 2:
-        half = true.shape[last] // 2
-        places += [("rows and columns are exchanged", lambda: true.swapaxes(last, last - 1))] * (
-            true.shape[last] == true.shape[last - 1]
-        )
-        places += [
-            ("the two halves of the last axis are exchanged", lambda: np.roll(true, half, axis=last)),
-            (
-                "the last axis has neighbours as pairs, where halves are right (or the other way round)",
-                lambda: np.concatenate([true[..., ::2], true[..., 1::2]], axis=last),
-            ),
-            ("the last axis has halves, where neighbours as pairs are right", lambda: _interleave(true)),
-        ]
-    if true.ndim == 4:
-        places += [
-            ("heads are in the opposite order", lambda: true[:, :, ::-1]),
-            *((f"heads are in another order (in {n} groups)", lambda n=n: _regroup(true, n)) for n in _divisors(true)),
-        ]
-    for words, change in places:
-        moved = change()
-        if moved.shape == mine.shape and explains(measure, mine, moved):
-            return words
-    for axes, words in ((tuple(range(last)), "channel"), ((last,), "token")):
-        if true.ndim < 2 or min(true.shape[last], true.size // true.shape[last]) < 8:
+        yield "rows and columns are exchanged", true.swapaxes(-1, -2)
+        yield "the two halves of the last axis are exchanged", np.roll(true, true.shape[-1] // 2, axis=-1)
+        pairs = np.concatenate([true[..., ::2], true[..., 1::2]], axis=-1)
+        yield "the last axis has neighbours as pairs, where halves are right (or the other way round)", pairs
+        if true.shape[-1] % 2 == 0:
+            halves = np.stack(np.split(true, 2, axis=-1), axis=-1).reshape(true.shape)
+            yield "the last axis has halves, where neighbours as pairs are right", halves
+    if "head" in names[2:3]:
+        yield "heads are in the opposite order", true[:, :, ::-1]
+        B, T, H, D = true.shape
+        for n in (n for n in range(2, H) if H % n == 0):
+            moved = true.reshape(B, T, n, H // n, D).swapaxes(2, 3).reshape(true.shape)
+            yield f"heads are in another order (in {n} groups)", moved
+
+
+def _explain_by_parts(measure: Measure, mine: np.ndarray, true: np.ndarray, names: Sequence[str]) -> str | None:
+    """A factor, or a summand, of its own for each head, channel, token, ... or for some: that with the fewest."""
+    n = true.ndim
+    runs = [tuple(range(start, stop)) for start in range(n) for stop in range(start + 1, n + 1)]
+    for kept in sorted(runs, key=lambda kept: np.prod([true.shape[axis] for axis in kept])):
+        count = int(np.prod([true.shape[axis] for axis in kept]))
+        if true.size < LEAST * count or count < 2:  # so few values fit any factor
             continue
-        with np.errstate(divide="ignore", invalid="ignore"):
-            factor = np.nan_to_num((mine * true).sum(axes, keepdims=True) / np.square(true).sum(axes, keepdims=True))
-        if explains(measure, mine, factor * true):
-            low, high = np.quantile(factor, (0.05, 0.95))
-            return f"each {words} has a factor of its own, from {low:.4g} to {high:.4g}: {_CAUSES[words]}"
-        if words == "channel" and explains(measure, mine, true + (mine - true).mean(axes, keepdims=True)):
-            return "each channel has a summand of its own: a bias is missing, or one too many"
+        others = tuple(axis for axis in range(n) if axis not in kept)
+        square = np.square(true).sum(others, keepdims=True)
+        factor = (mine * true).sum(others, keepdims=True) / np.where(square > 0, square, 1.0)
+        summand = (mine - true).mean(others, keepdims=True)
+        wrong = erring(measure, mine, true, kept)
+        ways = [("factor", factor, true * np.where(wrong, factor, 1.0))]
+        ways += [("summand", summand, true + np.where(wrong, summand, 0.0))] * (n - 1 in kept)
+        for what, x, gives in ways:
+            if not wrong.any() or not explains(measure, mine, gives):
+                continue
+            first = np.unravel_index(int(wrong.argmax()), wrong.shape)
+            where = " of ".join(f"{names[axis]} {first[axis]}" for axis in reversed(kept))
+            shown = " to ".join(dict.fromkeys(f"{value:.4g}" for value in (x[wrong].min(), x[wrong].max())))
+            if wrong.sum() == 1:
+                return f"{where} alone has a {what} of its own, {shown}"
+            own = [names[axis] for axis in reversed(kept) if axis or len(kept) == 1]  # each token, not each of a row
+            words, most = " of a ".join(own), 2 * wrong.sum() > count
+            some = f"each {words}" if most else f"of {count:,} {words}s {wrong.sum():,}, the first {where}, each"
+            return f"{some} has a {what} of its own, from {shown}{_CAUSES.get((what, own[0]), '') if most else ''}"
     return None
 
 
 _CAUSES = {
-    "channel": "another weight of a norm (1 + weight?), or scales of a quantisation",
-    "token": "other statistics of a norm (epsilon, mean), or a normalisation left out",
+    ("summand", "channel"): ": a bias is missing, or one too many",
+    ("factor", "channel"): ": another weight of a norm (1 + weight?), or scales of a quantisation",
+    ("factor", "token"): ": other statistics of a norm (epsilon, mean), or a normalisation left out",
 }
 
 
@@ -187,24 +182,3 @@ def _explain_integers(mine: np.ndarray, true: np.ndarray, positions: bool) -> st
         if positions and mine.dtype.kind in "iu":
             return describe_shifts(mine - true)
     return None
-
-
-def _moved(x: np.ndarray, by: int) -> np.ndarray:
-    moved = np.roll(x, by, axis=1)
-    edge = 0 if by > 0 else -1
-    moved[:, edge] = x[:, edge]
-    return moved
-
-
-def _interleave(x: np.ndarray) -> np.ndarray:
-    half = x.shape[-1] // 2
-    return np.stack([x[..., :half], x[..., half : 2 * half]], axis=-1).reshape(*x.shape[:-1], 2 * half)
-
-
-def _divisors(x_BTHD: np.ndarray) -> list[int]:
-    return [n for n in range(2, x_BTHD.shape[2]) if x_BTHD.shape[2] % n == 0]
-
-
-def _regroup(x_BTHD: np.ndarray, groups: int) -> np.ndarray:
-    B, T, H, D = x_BTHD.shape
-    return x_BTHD.reshape(B, T, groups, H // groups, D).swapaxes(2, 3).reshape(B, T, H, D)

@@ -17,14 +17,14 @@ from anchorline.errors import UserError
 from anchorline.tolerance import UNIT_ROUNDOFF, Verdict, judge
 from parity_tests.comparing.dumps import Array
 from parity_tests.report import measure
-from parity_tests.report.names import bare, group_of, layer_and_tap
+from parity_tests.report.names import bare, group_of, layer_and_tap, split
 from parity_tests.report.schema import Measure
 
 # An array of fewer values, or with one axis, has too few independent errors to show how much a reference errs: the
 # gradient of a norm is a sum over tokens whose terms all layers before it moved together. Those of all layers show it.
 FEW = 64
-# A reference that errs by this part of the truth's size is taken for another computation: one rounding of the coarsest
-# dtype, e5m2, is an eighth.
+# A reference that errs by this part of the truth's size is taken for another computation. We set this limit, the rule
+# does not give it: one rounding of the coarsest dtype, e5m2, is an eighth.
 NO_ROUNDING = 0.5
 SHOWN = 3
 
@@ -62,8 +62,7 @@ def measure_all(
     """
     layers = {layer for name in pairs if (layer := layer_and_tap(name)[0]) is not None}
     depth = max(layers, default=0) + 1
-    found: dict[str, Found] = {}
-    problems: dict[str, str] = {}
+    found, problems = dict[str, Found](), dict[str, str]()
 
     def judge_one(name: str, likely: float = 0.0) -> None:
         one = _measure(name, pairs[name], rule, depth, problems, likely)
@@ -90,7 +89,7 @@ def _likely_errors(found: Mapping[str, Found]) -> dict[str, float]:
     likely: dict[str, float] = {}
     for f in found.values():
         if f.dtype and f.size:
-            group, tap, shape = f.measure.group, f.measure.tap, f.measure.shape
+            group, tap, shape = f.measure.group, f.measure.tap + split(f.name)[2], f.measure.shape
             own: list[tuple[Any, ...]] = [(group, tap), (group, len(shape)), (group,)]
             # What is 0 in theory (the gradient of k's bias) and rounding in truth says nothing of other arrays.
             for kind in own if f.reference < NO_ROUNDING else own[:1]:
@@ -98,11 +97,9 @@ def _likely_errors(found: Mapping[str, Found]) -> dict[str, float]:
             if len(shape) <= 1 or np.prod(shape) < FEW:
                 kinds[f.name] = [*own, ("forward",)]
         elif f.dtype and not f.measure.passed:
-            alike = [
-                one.reference * one.size for one in found.values() if one.dtype and one.measure.group == f.measure.group
-            ]
+            alike = [x.reference * x.size for x in found.values() if x.dtype and x.measure.group == f.measure.group]
             likely[f.name] = float(np.sqrt(np.mean(np.square(alike))))
-    logits = next((f for name, f in found.items() if _plain(name).endswith(("logits", "lm_head"))), None)
+    logits = next((f for name, f in found.items() if bare(name).endswith(("logits", "lm_head"))), None)
     for name, own in kinds.items():
         own_measure = found[name].measure
         if logits and own_measure.group == "loss" and np.prod(own_measure.shape) == 1:
@@ -146,25 +143,23 @@ def _measure(
         own, others = dtype_of_values(mine, candidate.dtype), dtype_of_values(other, reference.dtype)
         dtype = own if own == others else candidate.dtype
         coarser = 0 if own == others else int(np.sign(UNIT_ROUNDOFF[others] - UNIT_ROUNDOFF[candidate.dtype]))
-    axes = _axes(name, true.ndim, rule) if rule.kind == "reference" else None
-    view, axes, order = _canonical(axes)
-    verdict = judge(view(mine), view(true), view(other), dtype, axes, inherits=True, likely_error=likely)
+    _, view, axes, order = lay_out(name, true.ndim, rule)
+    judged = axes if rule.kind == "reference" else None
+    verdict = judge(view(mine), view(true), view(other), dtype, judged, inherits=True, likely_error=likely)
     if order is not None:
         verdict = replace(verdict, worst=_as_stored(verdict.worst, view(true).shape, order, true.shape))
     if not np.isfinite([verdict.error, verdict.reference]).all():
         # Both may be infinite, in the same places.
-        for role, x, right in (
-            ("truth", np.where(np.isinf(true), 0.0, true), np.zeros(())),
-            ("reference", other, true),
-        ):
+        finite = np.where(np.isinf(true), 0.0, true)
+        for role, x, right in (("truth", finite, np.zeros(())), ("reference", other, true)):
             if broken := measure.where_not_finite(x, right):
                 raise UserError(f"{role}: {name} is {broken}; nothing can be judged by it: record it again")
         if broken := measure.where_not_finite(mine, true):
             problems[name] = f"{name} is {broken}"
     verdict = _without_reference(verdict, dtype, rule, _roundings(name, rule, depth))
     profile = None
-    if not verdict.passed and group_of(name) == "forward" and true.ndim >= 3 and rule.kind == "reference":
-        profile = measure.profile_of(mine, true, other, dtype)
+    if not verdict.passed and group_of(name) == "forward" and judged in ("BTHD", "BTM"):
+        profile = measure.profile_of(view(mine), view(true), view(other), dtype)
     relative, expected = (
         x / verdict.size if verdict.size else float(x > 0) for x in (verdict.error, verdict.reference)
     )
@@ -190,34 +185,27 @@ def _roundings(name: str, rule: Rule, depth: int) -> int:
     return rule.operations * (1 if before else depth + 1 if layer is None else layer + 1)
 
 
-def _axes(name: str, dimensions: int, rule: Rule) -> str | None:
-    said = next((axes for pattern, axes in rule.axes.items() if fnmatchcase(_plain(name), pattern)), None)
-    if said is None:
-        return measure.axes_of(name, dimensions)
-    if len(said) != dimensions:
-        raise UserError(f"--axes {said}: {name} has {dimensions} axes; give one letter each")
-    return said
-
-
-def _plain(name: str) -> str:
-    """Without the step and the rank."""
-    return bare(name).partition(" [rank ")[0]
-
-
 def _as_stored(
     worst: tuple[int, ...], viewed: tuple[int, ...], order: Sequence[int], stored: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """An index of the view of `_canonical` as one of the array."""
+    """An index of the view of `lay_out` as one of the array."""
     moved = np.unravel_index(np.ravel_multi_index(worst, viewed), tuple(stored[axis] for axis in order))
     return tuple(int(moved[order.index(axis)]) for axis in range(len(stored)))
 
 
-def _canonical(axes: str | None) -> tuple[Callable[[np.ndarray], np.ndarray], str | None, list[int] | None]:
-    """How to bring the axes into the order B, T, heads or experts, rest; what `judge` calls it; and that order."""
+def lay_out(
+    name: str, dimensions: int, rule: Rule
+) -> tuple[str | None, Callable[..., Any], str | None, list[int] | None]:
+    """Letters of an array's axes, by `--axes` or its name; how to order them as B, T, heads or experts, rest; what
+    `judge` calls it; and that order. None where the axes are not known, or need no order."""
+    axes = next((axes for pattern, axes in rule.axes.items() if fnmatchcase(bare(name), pattern)), None)
+    if axes is not None and len(axes) != dimensions:
+        raise UserError(f"--axes {axes}: {name} has {dimensions} axes; give one letter each")
+    axes = axes or measure.axes_of(name, dimensions)
     if axes is None or axes in ("BTHD", "BTM", "BHT", "BT", "OI"):
-        return lambda x: x, axes, None
+        return axes, lambda x: x, axes, None
     if "T" not in axes:
-        return lambda x: x, None, None
+        return axes, lambda x: x, None, None
     heads = next((letter for letter in "HKE" if letter in axes), "")
     rest = "".join(letter for letter in axes if letter not in f"BT{heads}")
     order = [axes.index(letter) for letter in ("B" if "B" in axes else "") + "T" + heads + rest]
@@ -226,7 +214,7 @@ def _canonical(axes: str | None) -> tuple[Callable[[np.ndarray], np.ndarray], st
         moved = x.transpose(order) if "B" in axes else x.transpose(order)[None]
         return moved.reshape(*moved.shape[: 3 if heads else 2], -1)
 
-    return view, "BTHD" if heads else "BTM", order
+    return axes, view, "BTHD" if heads else "BTM", order
 
 
 def _is_mask(truth: np.ndarray) -> bool:

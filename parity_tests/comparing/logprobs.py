@@ -103,9 +103,21 @@ def describe(candidate: Dump, right: Dump) -> list[str]:
     )
     if not np.array_equal(ids, theirs):
         return ["the tokens are not the same: nothing else is compared"]
-    d = mine.astype(np.float64) - true.astype(np.float64)
+    mine, true = mine.astype(np.float64), true.astype(np.float64)
+    finite, lines = [np.isfinite(x) for x in (mine, true)], list[str]()
+    both = finite[0] & finite[1]
+    if not both.all():
+        first = int(both.argmin())
+        lines += [
+            f"no finite log-probability: {(~finite[0]).sum()} tokens of {candidate.source}, {(~finite[1]).sum()} of "
+            f"{right.source}, {(~finite[0] & ~finite[1]).sum()} of both; the first: document {documents[first]}, token "
+            f"{positions[first]}, {mine[first]:.4g} and {true[first]:.4g}; all below is of the others"
+        ]
+    d, positions, documents = (mine[both] - true[both]), positions[both], documents[both]
+    if not d.size:
+        return lines
     low, half, high = np.quantile(d, _QUANTILES)
-    lines = [
+    lines += [
         f"difference of {len(d)} tokens: mean {d.mean():.3g}, 1% {low:.3g}, half {half:.3g}, 99% {high:.3g}",
         f"ratio of probabilities: mean {np.exp(d).mean():.6g}, largest {np.exp(np.abs(d)).max():.4g}",
         # k3 of Schulman, "Approximating KL divergence" (2020), for tokens that the second engine drew.

@@ -10,15 +10,7 @@ import numpy as np
 from parity_tests.gate.case import GateCase
 from parity_tests.gate.truth import OracleArrays
 from parity_tests.mistakes.rotation import describe_shifts
-from parity_tests.mistakes.words import (
-    Known,
-    explain_attention,
-    explain_rotation,
-    explains,
-    scaled,
-    sentence,
-    where,
-)
+from parity_tests.mistakes.words import Known, explain_attention, explain_rotation, explains, scaled, sentence, where
 from parity_tests.oracle import Arrays, first_step
 from parity_tests.report.schema import Measure
 

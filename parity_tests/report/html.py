@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anchorline.page import render as render_page
+from parity_tests.report.names import bare
 from parity_tests.report.plot import plot, plot_layers, where_over
 from parity_tests.report.schema import CaseReport, Group, Measure, Report
 from parity_tests.report.verdict import in_words
@@ -73,6 +74,7 @@ def render(report: Report, kind: str = "reference") -> str:
         place=(lambda m: "p0" if m.passed else "p4") if kind == "difference" else place,
         ratio=(lambda m: number(m.error)) if kind == "difference" else ratio,
         number=number,
+        bare=bare,
     )
 
 
@@ -118,8 +120,9 @@ class ListedCase:
         """The arrays of every layer that broke first, and how each errs from layer to layer, as an image."""
         broken = [m.tap for m in self.case.measures if not m.passed and m.layer is not None and m.group == "forward"]
         taps = list(dict.fromkeys(broken))[:PLOTTED]
-        rows = [(tap, [m for m in self.case.measures if m.tap == tap and m.group == "forward"]) for tap in taps]
-        return [(tap, plot_layers(own)) for tap, own in rows if len(own) > 2]
+        own = [[m for m in self.case.measures if m.tap == tap and m.group == "forward"] for tap in taps]
+        drawn = [(tap, [row[0] for _, row in _heat(m)[1] if row[0]]) for tap, m in zip(taps, own, strict=True)]
+        return [(tap, plot_layers(layers)) for tap, layers in drawn if len(layers) > 2]
 
 
 def place(measure: Measure) -> str:
@@ -151,10 +154,12 @@ def number(value: float) -> str:
 
 
 def _heat(measures: Sequence[Measure]) -> tuple[list[str], Rows]:
+    """Columns and rows; of an array's ranks and steps the worst."""
     taps = list(dict.fromkeys(measure.tap for measure in measures))
     rows: dict[int | None, dict[str, Measure]] = {}
     for measure in measures:
-        rows.setdefault(measure.layer, {})[measure.tap] = measure
+        row = rows.setdefault(measure.layer, {})
+        row[measure.tap] = max(row.get(measure.tap, measure), measure, key=_badness)
     ordered = sorted(rows.items(), key=lambda pair: pair[0] or 0)
     return taps, [(layer, [row.get(tap) for tap in taps]) for layer, row in ordered]
 

@@ -15,11 +15,25 @@ _STEMS = """input_ids position_ids document_ids embed embed_tokens tok_embedding
     post_norm ffn_norm ln_2 router gate_proj up_proj down_proj mlp residual output norm final_norm lm_head
     logits"""
 _ORDER = _STEMS.split()
+_LETTERS = {"B": "row", "T": "token", "H": "head", "K": "head", "E": "expert", "O": "row", "I": "column"}
+
+
+def split(name: str) -> tuple[str, str, str]:
+    """Of `step 3: loss [rank 1]` what comes before the array's own name, the name, and what comes behind."""
+    own, _, rank = name.rpartition(": ")[2].partition(" [rank ")
+    return name.rpartition(": ")[0], own, rank
 
 
 def bare(name: str) -> str:
-    """Without the `step 3: ` of a dump of several steps."""
-    return name.rpartition(": ")[2]
+    """Without the step and the rank."""
+    return split(name)[1]
+
+
+def axis_names(axes: str | None, dimensions: int) -> tuple[str, ...]:
+    """What a person calls the axes of an array. axes: their letters, as `BTHD` or `OI`; None: not known."""
+    if axes is None:
+        return ("row", "column") if dimensions == 2 else tuple(f"axis {n} index" for n in range(dimensions))
+    return tuple(_LETTERS.get(letter, "channel") for letter in axes)
 
 
 def group_of(name: str) -> Group:

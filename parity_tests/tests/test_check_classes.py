@@ -238,8 +238,4 @@ def test_a_wrong_function_is_refused(kind, name):
 
 
 # Where each of the class shows.
-LONG_LAYOUTS = {
-    "ids in int8": "many_documents",
-    "anchor of 128 at most": "long_anchor",
-    "window of 1,024": "one_long",
-}
+LONG_LAYOUTS = {"ids in int8": "many_documents", "anchor of 128 at most": "long_anchor", "window of 1,024": "one_long"}

@@ -51,7 +51,7 @@ def test_another_computation_exits_with_1_and_says_where():
         (["dtype=fp8"], "dtype: 'fp8'"),
         (["tokens=3"], "tokens: 3: give "),
         (["stages=forwards"], "stages.0: 'forwards'"),
-        (["modle=llama"], "modle: unknown key; did you mean model?"),
+        (["modle=llama"], "modle: unknown key (did you mean model?"),
         (["against_dtype=bfloat16"], "needs `against`"),
         (["--case", "x"], "--case: needs a configuration"),
         (["none.yaml"], "config none.yaml: no such file"),

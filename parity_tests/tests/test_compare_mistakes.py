@@ -64,7 +64,7 @@ ALL = "c --truth t --reference r"
         ({"layers.{i}.attn": "blk{i}/cxt"}, {}, "layers.{i}.attn: c has no blk{i}/cxt (did you mean blk{i}/ctx?"),
         ({}, {"logits": "haed"}, "--truth-names o.yaml: logits: t has no haed (did you mean head?"),
         ({"sum": ["head", "haed"]}, {}, "sum: c has no haed"),
-        ({"logits": {"form": "head"}}, {}, "names.logits.form: unknown key; did you mean names.logits.from?"),
+        ({"logits": {"form": "head"}}, {}, "names.logits.form: unknown key (did you mean names.logits.from?"),
         ({"logits": []}, {}, "names.logits"),
     ],
 )  # fmt: skip

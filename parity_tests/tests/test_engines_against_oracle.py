@@ -5,12 +5,7 @@ import torch
 
 from anchorline.tolerance import judge
 from jaxref.rounding import preset
-from parity_tests.tests.engines import (
-    compare_engine,
-    draw,
-    run_oracle,
-    run_oracle_by_documents,
-)
+from parity_tests.tests.engines import compare_engine, draw, run_oracle, run_oracle_by_documents
 from torchtrain.attention import attend
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import named_batch

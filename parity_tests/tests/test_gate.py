@@ -65,7 +65,7 @@ def test_the_configurations_in_the_repository(path):
 @pytest.mark.parametrize(
     ("text", "overrides", "says"),
     [
-        ("title: t\nmatrix: [{modl: llama}]", [], "matrix.0.modl: unknown key; did you mean matrix.0.model?"),
+        ("title: t\nmatrix: [{modl: llama}]", [], "matrix.0.modl: unknown key (did you mean matrix.0.model?"),
         ("title: t\nmatrix: [{dtype: fp8}]", [], "matrix.0.dtype.0: 'fp8': give 'float32'"),
         ("title: t\nmatrix: [{variant: anchr}]", [], "variant 'anchr'"),
         ("title: t\nmatrix: [{}, {}]", [], "llama-anchor-keep-sdpa-float32-t53-s0 is asked for twice"),

@@ -211,7 +211,7 @@ def test_every_setting_is_described():
     [
         (["setups.conditions=[bf17]"], "setups.conditions.0: 'bf17' is not a condition; choose from exact"),
         (["masks.documents=5"], "documents: 5 documents of unequal lengths need 16 tokens, and tokens is 12"),
-        (["shift_pairs.toknes=3"], "shift_pairs.toknes: unknown key; did you mean shift_pairs.tokens?"),
+        (["shift_pairs.toknes=3"], "shift_pairs.toknes: unknown key (did you mean shift_pairs.tokens?"),
         (["text.tokens=11"], "text.tokens 11: the longest row has 12; give 12 or more, or remove it"),
         ([f"{name}=off" for name in (*OTHERS, "lengths")], "no experiment; add a section"),
         (["remedies.bases=[fp32]"], "remedies.bases.0: 'fp32'"),

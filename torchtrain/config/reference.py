@@ -3,7 +3,6 @@
 `python -m torchtrain.config.reference` prints the page.
 """
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -13,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError, did_you_mean, quoted
 from anchorline.settings import members_of
 from torchtrain.config.load import Config
 from torchtrain.config.preparation import Preparation
@@ -59,9 +58,8 @@ def explain_settings(key: str | None) -> str:
     if not found:
         known = [one.key for one in settings]
         ends = [name for name in known if name.rpartition(".")[2] == wanted]
-        nearest = ends or difflib.get_close_matches(wanted[:100], known, n=1, cutoff=0.5)
-        hint = f"did you mean {' or '.join(nearest)}?" if nearest else "`torchtrain config --explain` lists all"
-        raise UserError(f"--explain {quoted(key)}: there is no such setting; {hint}")
+        hint = did_you_mean(wanted, known, ends) or "; `torchtrain config --explain` lists all"
+        raise UserError(f"--explain {quoted(key)}: there is no such setting{hint}")
     return "\n\n".join(map(str, found))
 
 

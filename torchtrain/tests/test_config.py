@@ -35,10 +35,10 @@ def load(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.step=20", r"train\.step: unknown key; did you mean train\.steps\?"),
-        ("seed=1", r"seed: unknown key; did you mean run\.seed or data\.mixture\.seed\?"),
-        ("train.lora={rank: 3}", r"train\.lora: unknown key; did you mean model\.lora\?"),
-        ("data.sources.0.demoo=code", r"data\.sources\.0\.demoo: unknown key; did you mean data\.sources\.0\.demo\?"),
+        ("train.step=20", r"train\.step: unknown key \(did you mean train\.steps\?"),
+        ("seed=1", r"seed: unknown key \(did you mean run\.seed or data\.mixture\.seed\?"),
+        ("train.lora={rank: 3}", r"train\.lora: unknown key \(did you mean model\.lora\?"),
+        ("data.sources.0.demoo=code", r"data\.sources\.0\.demoo: unknown key \(did you mean data\.sources\.0\.demo\?"),
         ("pack.anchor=[x]", r"pack\.anchor\.0: 'x': give an integer$"),
         ("rope.theta=1.0", r"rope\.theta: 1\.0: give more than 1"),
         ("rope.long_factor=[0.0]", r"rope\.long_factor\.0: 0\.0: give 1e-06 or more"),

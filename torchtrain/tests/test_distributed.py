@@ -282,7 +282,7 @@ def test_masters_begin_at_the_files_own_precision(tree, write_config, tmp_path, 
     ("mistake", "told"),
     [
         ("distributed.sequence_parallel=3", "distributed.sequence_parallel 3: does not divide 2 processes"),
-        ("train.step=3", "train.step: unknown key; did you mean train.steps?"),
+        ("train.step=3", "train.step: unknown key (did you mean train.steps?"),
     ],
 )
 def test_a_mistake_is_one_line_whichever_rank_finds_it(tree, write_config, tmp_path, mistake, told):

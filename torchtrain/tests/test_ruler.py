@@ -354,7 +354,7 @@ def test_a_task_that_is_not_known_is_one_line_that_names_the_nearest(call, model
         lm_eval.tasks, "TaskManager", lambda include_path, include_defaults: real(None, include_path, False)
     )
     told = _line(call(model, "tasks=[niah_singel_1]", f"include_path={tmp_path}"))
-    assert "tasks: 'niah_singel_1' is not known; did you mean niah_single_1?" in told
+    assert "tasks: 'niah_singel_1' is not known (did you mean niah_single_1?" in told
 
 
 def test_bad_input_is_one_line(call, model, tmp_path):

@@ -107,7 +107,7 @@ def test_a_placebo_gives_a_rows_weights_to_other_targets():
         ({"tail": 8, "extra": -2.0, "share": "even"}, "train.loss_weight.extra: -2.0"),
         ({"tail": 8, "extra": 0.0}, "train.loss_weight: extra 0: inverse_frequency shares out more than 0"),
         ({"tail": 8, "share": "frequency"}, "train.loss_weight.share"),
-        ({"tails": 8}, "train.loss_weight.tails: unknown key; did you mean train.loss_weight.tail"),
+        ({"tails": 8}, "train.loss_weight.tails: unknown key (did you mean train.loss_weight.tail"),
         ({"tail": 8192}, "train.loss_weight.tail 8192: a row of pack.sequence_length 128 has no target that sees so"),
     ],
 )

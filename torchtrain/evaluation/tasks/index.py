@@ -1,6 +1,5 @@
 """lm-eval's tasks by name, ours in front of its own, and the data that a suite gives them."""
 
-import difflib
 import functools
 import importlib
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anchorline import environment
-from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.errors import UserError, did_you_mean, quoted, quoted_reason
 from anchorline.files import expand
 from torchtrain.evaluation.suite import IN_2024, TASKS, is_ruler, key_of
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials, quiet_library
@@ -46,9 +45,9 @@ def _manager_of(name: str, include: str | None) -> Any:
         index = (manager := _manager(part, include)).task_index
         if name in index and all(leaf in index for leaf in _members(manager, name)):
             return manager
-    near = difflib.get_close_matches(name[:100], _manager("all", include).all_tasks, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(TASKS)}, and lm-eval's tasks (lm_eval ls tasks)"
-    raise UserError(f"tasks: {quoted(name)} is not known; {hint}")
+    known = f"; known: {', '.join(TASKS)}, and lm-eval's tasks (lm_eval ls tasks)"
+    hint = did_you_mean(name, _manager("all", include).all_tasks) or known
+    raise UserError(f"tasks: {quoted(name)} is not known{hint}")
 
 
 def _members(manager: Any, name: str) -> list[str]:
