@@ -23,11 +23,11 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_250,
-    "lines of tests' code": 22_550,
-    "lines of source": 44_430,
-    "lines of tests": 29_215,
-    "words of docs": 26_120,
+    "lines of code": 31_310,
+    "lines of tests' code": 22_630,
+    "lines of source": 44_510,
+    "lines of tests": 29_330,
+    "words of docs": 26_200,
     "settings without description": 0,
 }
 

@@ -5,6 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from parity_tests.report.schema import CaseReport, Divergence, Environment, Repo
 
 FINER = ("float8_e5m2", "float8_e4m3", "bfloat16", "float16", "float32", "float64")
 LIBRARIES = ("numpy", "safetensors", "ml_dtypes", "anchorline")
+_FEWEST = 8  # numbers; in trials right arrays of 3 erred by 2.02 of their allowance
 HANDED_ON = 0.5  # of the ratio of an array: what errs more before it is handed on
 ALLOWANCES = {
     "reference": "twice what the reference errs against the truth, and one rounding of the truth's size",
@@ -75,6 +77,7 @@ def compare(
     pairs, problems, apart = _pair(candidate, right, reference, only)
     if truth is not None:
         _refuse_coarse(pairs, rule.dtype)
+    rule = replace(rule, padding_BT=_padding(right))
     found, not_judged = measure_all(pairs, rule, tell)
     problems += not_judged
     if not problems and not any(np.prod(f.measure.shape) for f in found):
@@ -85,8 +88,12 @@ def compare(
     first = next((f for f in found if not f.measure.passed), None)
     _refuse_other_roundings(found, first is None)
     if first:
-        divergence = _diverges(first, found, pairs, rule, {**candidate.config, **right.config})
+        with np.errstate(invalid="ignore"):  # of infinite numbers
+            divergence = _diverges(first, found, pairs, rule, {**candidate.config, **right.config})
         notes = _notes(first, found, pairs, rule)
+        if not (right.places or candidate.places) and first.measure.layer is None:
+            notes += _unordered(found)
+    notes += _left_out(rule, found)
     told = [note for dump in dumps.values() if dump for note in dump.notes[:SHOWN]]
     # One shape of report for all verbs: a dump is a case.
     command = shlex.join(["parity", *sys.argv[1:]])
@@ -233,7 +240,8 @@ def _refuse_other_roundings(found: Sequence[Found], passed: bool) -> None:
             f"reference: it errs by {wrong[0].reference:.0%} of the truth's size in {wrong[0].name}: that is no "
             f"rounding but another computation (from {NO_ROUNDING:.0%} on, a limit that we set); record both alike"
         )
-    sides = {f.coarser for f in found if f.dtype and f.size and np.prod(f.measure.shape) >= FEW}
+    rounded = [f for f in found if f.dtype and f.size and f.reference]  # exact numbers have any dtype
+    sides = {f.coarser for f in rounded if np.prod(f.measure.shape) >= FEW}
     if sides == {1} and passed:
         raise UserError(
             "reference: all its arrays are coarser than the candidate's; record them alike, or give --dtype"
@@ -250,6 +258,33 @@ def _refuse_coarse(pairs: Mapping[str, Sides], dtype: str | None) -> None:
         raise UserError(
             f"--truth: its arrays are {true}, no finer than {whose}; record float64, or give it as --against"
         )
+
+
+def _padding(truth: Dump) -> dict[str, np.ndarray]:
+    """By step, which tokens the truth's inputs mark as padding; of inputs [B, T] that mark none, no token."""
+    marked: dict[str, np.ndarray] = {}
+    for name, held in truth.arrays.items():
+        step, own, _ = split(name)
+        if own in ("inputs.attention_mask", "inputs.document_ids", "inputs.input_ids") and len(held) == 1:
+            x, known = held[0].load(), marked.get(step)
+            if x.ndim == 2 and held[0].dtype is None and (known is None or known.shape == x.shape):
+                is_padding = x == 0 if own.endswith("mask") else x < 0  # ids of padding are negative
+                marked[step] = is_padding if known is None else known | is_padding
+    return marked
+
+
+def _left_out(rule: Rule, found: Sequence[Found]) -> list[str]:
+    """What the verdict does not speak of."""
+    count = sum(int(padding_BT.sum()) for padding_BT in rule.padding_BT.values())
+    said = [f"{count} tokens that the inputs mark as padding are not judged"] * (count > 0)
+    return said + ["nothing that was computed is compared"] * (not any(f.dtype for f in found))
+
+
+def _unordered(found: Sequence[Found]) -> list[str]:
+    """Where names hide their layers, their order is that of the alphabet."""
+    names = [f.name for f in found if f.dtype and f.measure.layer is None and re.search(r"\d", bare(f.name))]
+    why = "the order is guessed, for no layer is read from {}, ...: it may start elsewhere; give --order"
+    return [why.format(names[0])] if len(names) > 1 else []
 
 
 def _hidden(found: Sequence[Found]) -> list[str]:
@@ -297,11 +332,11 @@ def _diverges(
         words = f"{where(measure)}: differs by {first.relative:.3g} of its size"
         return Divergence(name=first.name, ratio=measure.ratio, words=words)
     own = {bare(name): sides for name, sides in pairs.items() if _same_run(name, first.name)}
-    known = know(own, config, lambda name, x: lay_out(name, x.ndim, rule)[1](x))
+    known = know(own, config, lambda name, x: lay_out(name, x.shape, rule)[1](rule.judged(name, x)))
     name = bare(first.name)
     sides = (known.candidate[name], known.truth[name]) if name in known.truth else None
     before = [bare(f.name) for f in found[: found.index(first)] if _same_run(f.name, first.name)]
-    names = axis_names(lay_out(name, len(measure.shape), rule)[2], sides[1].ndim if sides else 0)
+    names = axis_names(lay_out(name, tuple(measure.shape), rule)[2], sides[1].ndim if sides else 0)
     place, alone = f"{where(measure)} ({first.name})", measure.model_copy(update={"name": name})
     words = sentence(measure, place, sides, lambda: explain(alone, known, before, names), "token" in names[1:2])
     return Divergence(name=first.name, ratio=measure.ratio, words=words)
@@ -325,6 +360,10 @@ def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rul
         notes.append(f"passed before it: {_count(before)} arrays, {before[0].name} to {before[-1].name}")
     else:
         notes.append("it is the first array")
+    if first.dtype and np.prod(measure.shape) < _FEWEST:
+        notes.append(
+            f"it has {np.prod(measure.shape)} numbers: too few to tell rounding from a mistake; take more tokens"
+        )
     notes += [*_worst(first, pairs, rule), *_advise(first, pairs)]
     if behind:
         broken, of = _count([f for f in behind if not f.measure.passed]), _count(behind)
@@ -349,7 +388,7 @@ def _worst(first: Found, pairs: Mapping[str, Sides], rule: Rule) -> list[str]:
         return []
     mine, true, _ = pairs[first.name]
     values = [x.load()[index] for x in (mine, true)]
-    names = axis_names(lay_out(first.name, len(index), rule)[0], len(index))
+    names = axis_names(lay_out(first.name, tuple(first.measure.shape), rule)[0], len(index))
     place = ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True))
     exact = first.dtype is None
     shown = [str(x) if exact else f"{float(x):.6g}" for x in values]

@@ -189,7 +189,8 @@ def _read_header(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{opening}: not safetensors, or damaged ({error})") from None
+        lines = "; JSONL of log-probabilities needs --logprobs" if path.suffix == ".jsonl" else ""
+        raise UserError(f"{opening}: not safetensors, or damaged ({error}){lines}") from None
     # The order of the file is that of its bytes: writers sort by dtype and name, so it says nothing.
     return arrays, about
 

@@ -125,10 +125,10 @@ def _moves(true: np.ndarray, names: Sequence[str]) -> Iterator[tuple[str, np.nda
         yield "rows and columns are exchanged", true.swapaxes(-1, -2)
         yield "the two halves of the last axis are exchanged", np.roll(true, true.shape[-1] // 2, axis=-1)
         pairs = np.concatenate([true[..., ::2], true[..., 1::2]], axis=-1)
-        yield "the last axis has neighbours as pairs, where halves are right (or the other way round)", pairs
+        yield "the last axis has halves as pairs, where neighbours are right", pairs
         if true.shape[-1] % 2 == 0:
             halves = np.stack(np.split(true, 2, axis=-1), axis=-1).reshape(true.shape)
-            yield "the last axis has halves, where neighbours as pairs are right", halves
+            yield "the last axis has neighbours as pairs, where halves are right", halves
     if "head" in names[2:3]:
         yield "heads are in the opposite order", true[:, :, ::-1]
         B, T, H, D = true.shape

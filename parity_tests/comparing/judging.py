@@ -7,7 +7,7 @@ Legend: B batch · T tokens of a row · H heads · D head_dim · M model width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -33,12 +33,30 @@ Sides = tuple[Array, Array, Array | None]  # candidate, truth and reference
 
 @dataclass(frozen=True)
 class Rule:
-    """What arrays are judged by. operations: roundings a layer, where there is no reference."""
+    """What arrays are judged by. operations: roundings a layer, where there is no reference. padding_BT: by step, what
+    the inputs mark as padding, which is not judged; its shape tells the axes of other arrays."""
 
     axes: Mapping[str, str]  # pattern of names -> letters
     dtype: str | None
     operations: int
     kind: str  # `reference`, `floor` or `difference`
+    padding_BT: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+
+    def padding(self, name: str) -> np.ndarray | None:
+        """Of the inputs that belong to an array; None: the dump does not tell."""
+        return self.padding_BT.get(split(name)[0])
+
+    def judged(self, name: str, x: np.ndarray) -> np.ndarray:
+        """An array, with 0 where there is padding."""
+        padding_BT = None if bare(name).startswith("inputs.") else self.padding(name)
+        letters = None if padding_BT is None or not padding_BT.any() else lay_out(name, x.shape, self)[0]
+        if padding_BT is None or letters is None or not {"B", "T"} <= {*letters}:
+            return x
+        if [x.shape[letters.index(letter)] for letter in "BT"] != [*padding_BT.shape]:
+            return x
+        padding = padding_BT if letters.index("B") < letters.index("T") else padding_BT.T
+        others = tuple(axis for axis, letter in enumerate(letters) if letter not in "BT")
+        return np.where(np.expand_dims(padding, others), np.zeros((), x.dtype), x)
 
 
 @dataclass(frozen=True)
@@ -126,7 +144,7 @@ def _measure(
     for role, x in (("candidate", mine), ("reference", other)):
         if x.shape != true.shape:
             problems[name] = f"{name} has shape {list(x.shape)} in the {role}, not {list(true.shape)}"
-            if x.shape[:-1] == true.shape[:-1] and layer_and_tap(name)[0] is None:
+            if x.ndim > 1 and x.shape[:-1] == true.shape[:-1] and layer_and_tap(name)[0] is None:
                 few, many = sorted((x.shape[-1], true.shape[-1]))
                 problems[name] += f"; cut what is padding by a map's step: {{part: [0, [{few}, {many - few}]]}}"
             return None
@@ -137,13 +155,16 @@ def _measure(
         return None
     if true.size == 0:
         return Found(name, measure.judge_exactly(name, mine, true))
+    mine, true, other = (rule.judged(name, x) for x in (mine, true, other))
     dtype, coarser = rule.dtype or candidate.dtype, 0
-    if rule.dtype is None and reference is not None and reference.dtype is not None:
+    if rule.dtype is None and rule.kind == "floor":
+        dtype = dtype_of_values(mine, candidate.dtype)
+    elif rule.dtype is None and reference is not None and reference.dtype is not None:
         # Half precision that was widened to be stored, on both sides; of one side it is a fault.
         own, others = dtype_of_values(mine, candidate.dtype), dtype_of_values(other, reference.dtype)
         dtype = own if own == others else candidate.dtype
         coarser = 0 if own == others else int(np.sign(UNIT_ROUNDOFF[others] - UNIT_ROUNDOFF[candidate.dtype]))
-    _, view, axes, order = lay_out(name, true.ndim, rule)
+    _, view, axes, order = lay_out(name, true.shape, rule)
     judged = axes if rule.kind == "reference" else None
     verdict = judge(view(mine), view(true), view(other), dtype, judged, inherits=True, likely_error=likely)
     if order is not None:
@@ -194,14 +215,15 @@ def _as_stored(
 
 
 def lay_out(
-    name: str, dimensions: int, rule: Rule
+    name: str, shape: tuple[int, ...], rule: Rule
 ) -> tuple[str | None, Callable[..., Any], str | None, list[int] | None]:
-    """Letters of an array's axes, by `--axes` or its name; how to order them as B, T, heads or experts, rest; what
-    `judge` calls it; and that order. None where the axes are not known, or need no order."""
+    """Letters of an array's axes, by `--axes`, the inputs or its name; how to order them as B, T, heads or experts,
+    rest; what `judge` calls it; and that order. None where the axes are not known, or need no order."""
     axes = next((axes for pattern, axes in rule.axes.items() if fnmatchcase(bare(name), pattern)), None)
-    if axes is not None and len(axes) != dimensions:
-        raise UserError(f"--axes {axes}: {name} has {dimensions} axes; give one letter each")
-    axes = axes or measure.axes_of(name, dimensions)
+    if axes is not None and len(axes) != len(shape):
+        raise UserError(f"--axes {axes}: {name} has {len(shape)} axes; give one letter each")
+    if axes is None and (axes := measure.axes_of(name, len(shape))) in ("BTHD", "BTM"):
+        axes = _axes_by_inputs(axes, shape, rule.padding(name))
     if axes is None or axes in ("BTHD", "BTM", "BHT", "BT", "OI"):
         return axes, lambda x: x, axes, None
     if "T" not in axes:
@@ -215,6 +237,16 @@ def lay_out(
         return moved.reshape(*moved.shape[: 3 if heads else 2], -1)
 
     return axes, view, "BTHD" if heads else "BTM", order
+
+
+def _axes_by_inputs(axes: str, shape: tuple[int, ...], padding_BT: np.ndarray | None) -> str:
+    """The letters whose sizes are those of the inputs: other engines put heads or tokens before rows, or pack rows."""
+    B, T = shape[:2] if padding_BT is None else padding_BT.shape
+    sizes = {"B": B, "T": T, "P": B * T}
+    for letters in (axes, *{4: ("BHTD", "TBHD"), 3: ("TBM", "PHD")}[len(shape)]):
+        if all(sizes.get(letter, size) == size for letter, size in zip(letters, shape, strict=True)):
+            return letters.replace("P", "T")
+    return axes
 
 
 def _is_mask(truth: np.ndarray) -> bool:

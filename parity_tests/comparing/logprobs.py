@@ -47,7 +47,7 @@ def _read(path: Path) -> tuple[Dump, set[tuple[int, int]]]:
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{opening}: no token_ids and logprobs in it ({error})") from None
+        raise UserError(f"{opening}: no token_ids and logprobs in it, or not for each document ({error})") from None
     rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape) if ids.ndim == 2 else np.zeros(ids.shape, int)
     documents = np.asarray(arrays.get("document_ids", rows))
     if not ids.shape == values.shape == documents.shape or not ids.size:

@@ -149,6 +149,8 @@ def explain_rotation(measure: Measure, known: Known) -> str | None:
     if known.rope is None or known.positions_BT is None or not _as_in_truth(known, source):
         return None
     x_BTHD, array, truth = known.candidate[source], known.candidate[measure.name], known.truth[measure.name]
+    if x_BTHD.shape[:2] != known.positions_BT.shape:
+        return None
     documents_BT = known.documents_BT if known.documents_BT is not None else np.ones_like(known.positions_BT)
     R, right = known.rope.head_dim, rotated(known.truth[source], known.positions_BT, known.rope)
     mistakes = rotation_mistakes(x_BTHD, known.positions_BT, documents_BT, known.rope, array)

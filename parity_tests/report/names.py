@@ -6,8 +6,8 @@ from typing import Any, get_args
 from parity_tests.report.schema import Group
 
 _PREFIX = re.compile(r"^(run\.(exported\.|masters\.)?)?((inputs|forward|gradients|step|trajectory|loss)\.)?(model\.)?")
-# `layers.3.q`, `model.layers.3.mlp`, `transformer.h.3.attn`, `layers_3.mlp`, `decoder.block_3`.
-_LAYER = re.compile(r"(?:^|\.)(?:\w*layers?|h|\w*blocks?)[._](\d+)(?:\.(.+))?$", re.IGNORECASE)
+# `layers.3.q`, `model.layers.3.mlp`, `transformer.h.3.attn`, `layers_3.mlp`, `decoder.block_3`, `blk.3.q`, `block3/q`.
+_LAYER = re.compile(r"(?:^|[./])(?:\w*layers?|h|blk|\w*blocks?)[._/]?(\d+)(?:[./](.+))?$", re.IGNORECASE)
 # Stems of names in the order in which a decoder computes them. Whatever has none comes last.
 _STEMS = """input_ids position_ids document_ids embed embed_tokens tok_embeddings wte rotary rope_table
     input_layernorm input_norm attention_norm ln_1 qkv q_proj q k_proj k v_proj v q_norm k_norm q_rope

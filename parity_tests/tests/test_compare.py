@@ -39,7 +39,7 @@ FAULTS: list[tuple[str, Change, str]] = [
     ("layers.0.attn", lambda x: x[:, :, ::-1], "heads are in the opposite order"),
     ("layers.0.attn", lambda x: x.reshape(B, T, 2, 2, D).swapaxes(2, 3).reshape(x.shape), "in another order"),
     ("layers.2.k", lambda x: np.roll(x, D // 2, 3), "the two halves of the last axis are exchanged"),
-    ("layers.2.k", lambda x: np.concatenate([x[..., ::2], x[..., 1::2]], 3), "neighbours as pairs"),
+    ("layers.2.k", lambda x: np.concatenate([x[..., ::2], x[..., 1::2]], 3), "halves as pairs"),
     ("embed", lambda x: np.concatenate([x[:, :1], x[:, :-1]], 1), "the token before it"),
     ("layers.1.mlp", lambda x: x * np.linspace(0.5, 1.5, M), "each channel has a factor of its own"),
     ("layers.1.mlp", lambda x: x * np.linspace(0.5, 1.5, T)[:, None], "each token has a factor of its own"),
