@@ -6,7 +6,6 @@ Legend: B batch · T tokens of a row · M model width.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,13 @@ def know(sides: Mapping[str, Sides], config: Mapping[str, Any], view: Callable[[
     positions, documents = ids.values()
     rope = None if positions is None else _rope(config, D)
     if rope is not None and positions is not None:
-        mine.turn = true.turn = partial(rotated, positions_BT=positions, rope=rope)
+
+        def turn(x: np.ndarray) -> np.ndarray:
+            if x.ndim != 4 or x.shape[:2] != positions.shape:
+                raise KeyError("its axes are not B, T, heads and channels")
+            return rotated(x, positions, rope)
+
+        mine.turn = true.turn = turn
     return Known(mine, true, positions, documents, rope, D**-0.5)
 
 

@@ -48,6 +48,14 @@ def test_a_scale_is_named_whatever_the_order_of_the_axes(tmp_path, order):
     _, truth, reference = three(right)
     done = judged(tmp_path, three(wrong)[0], truth, reference)
     assert (done.exit_code, "1.2 times what is right" in done.stdout) == (1, True), done.stdout
+    # Without inputs nothing tells which axes they are.
+    bare = [
+        {n: x for n, x in side.items() if n not in IDS and not n.endswith("_rope")}
+        for side in (three(wrong)[0], truth, reference)
+    ]
+    for side in bare:
+        side["layers.0.k"] = side["layers.0.k"].take([0, 1], order.index("H"))
+    assert judged(tmp_path, *bare).exit_code == 1
 
 
 def test_packed_rows_have_tokens(tmp_path):
