@@ -24,10 +24,10 @@ SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
     "lines of code": 31_310,
-    "lines of tests' code": 22_630,
+    "lines of tests' code": 22_645,
     "lines of source": 44_510,
-    "lines of tests": 29_330,
-    "words of docs": 26_200,
+    "lines of tests": 29_350,
+    "words of docs": 26_400,
     "settings without description": 0,
 }
 
