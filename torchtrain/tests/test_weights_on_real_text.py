@@ -1,11 +1,15 @@
-"""docs/training-experiment.md's table of the experiment on real text is what `torchtrain compare` makes of its results."""
+"""docs/training-experiment.md's table of real text is what `torchtrain compare` makes of the results."""
 
 from pathlib import Path
 
 from torchtrain.evaluation.compare import compare
 
 ROOT = Path(__file__).parents[2]
-SHOWN = {"niah_multikey_1": "needle among four", "2,048 to 4,095": "code, 2,048 to 4,095", "key tokens": "code, key tokens"}
+SHOWN = {
+    "niah_multikey_1": "needle among four",
+    "2,048 to 4,095": "code, 2,048 to 4,095",
+    "key tokens": "code, key tokens",
+}
 
 
 def test_the_page_has_the_results_of_real_text():
