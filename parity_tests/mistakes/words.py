@@ -130,7 +130,7 @@ def extent(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str:
     B, T = truth.shape[:2]
     if wrong_BT.all() or not wrong_BT.any():
         return ""
-    rows, tokens = wrong_BT.any(1).nonzero()[0], wrong_BT.any(0).nonzero()[0]
+    rows, tokens = np.flatnonzero(wrong_BT.any(1)), np.flatnonzero(wrong_BT.any(0))
     where = f" of row {rows[0]}" if len(rows) == 1 < B else ""
     if len(tokens) == 1:
         return f"at token {tokens[0]}{where} alone"
