@@ -29,7 +29,7 @@ from parity_tests.comparing.judging import (
 )
 from parity_tests.mistakes.words import sentence, where
 from parity_tests.report.measure import MASKED, join_problems, judge_exactly
-from parity_tests.report.names import axis_names, bare, group_of, split
+from parity_tests.report.names import axis_names, bare, group_of, split, whole
 from parity_tests.report.schema import CaseReport, Divergence, Environment, Report
 
 FINER = ("float8_e5m2", "float8_e4m3", "bfloat16", "float16", "float32", "float64")
@@ -125,7 +125,7 @@ def _pair(
         steps = {name.rpartition(": ")[0] for name in dump.arrays}
         if gone := [step for step in wanted if step not in steps]:
             raise UserError(f"{dump.source} lacks {some(gone)}, which {candidate.source} has; record it, or use --only")
-    labels, only = only, [pattern if pattern.startswith("!") else _whole(pattern) for pattern in only]
+    labels, only = only, [pattern if pattern.startswith("!") else whole(pattern) for pattern in only]
     names = choose(truth.arrays, only)
     apart = _not_shared(candidate, truth, only)
     shared = [name for name in names if name in candidate.arrays and name not in apart]
@@ -187,13 +187,9 @@ def _not_shared(candidate: Dump, truth: Dump, only: Sequence[str]) -> list[str]:
     return found
 
 
-def _whole(name: str) -> str:
-    return name.partition(" [rank ")[0]
-
-
 def _count(found: Sequence[Found]) -> int:
     """How many arrays there are; those of ranks are one."""
-    return len({_whole(f.name) for f in found})
+    return len({whole(f.name) for f in found})
 
 
 def _joined(ranks: Sequence[Array], shape: tuple[int, ...]) -> list[Array]:
@@ -270,13 +266,14 @@ def _padding(truth: Dump) -> dict[str, np.ndarray]:
             if x.ndim == 2 and held[0].dtype is None and (known is None or known.shape == x.shape):
                 is_padding = x == 0 if own.endswith("mask") else x < 0  # ids of padding are negative
                 marked[step] = is_padding if known is None else known | is_padding
-    return marked
+    # What marks every token marks something else, such as what is hidden: without a token nothing would be judged.
+    return {step: padding & (not padding.all()) for step, padding in marked.items()}
 
 
 def _left_out(rule: Rule, found: Sequence[Found]) -> list[str]:
     """What the verdict does not speak of."""
-    count = sum(int(padding_BT.sum()) for padding_BT in rule.padding_BT.values())
-    said = [f"{count} tokens that the inputs mark as padding are not judged"] * (count > 0)
+    count, of = (sum(int(many(x)) for x in rule.padding_BT.values()) for many in (np.count_nonzero, np.size))
+    said = [f"{count} of {of} tokens, which the inputs mark as padding, are not judged"] * (count > 0)
     return said + ["nothing that was computed is compared"] * (not any(f.dtype for f in found))
 
 
@@ -405,6 +402,6 @@ def _advise(first: Found, pairs: Mapping[str, Sides]) -> list[str]:
         return ["one mask is additive, 0 and a large negative number, the other True and False: write both alike"]
     if np.array_equal(mine == 0, true != 0) and all(np.isin(x, (0, 1)).all() for x in (mine, true)):
         return ["True is False in the other: one mask marks what is seen, the other what is hidden: write both alike"]
-    one = re.sub(r"\d+", "*", bare(_whole(first.name)), count=1)
+    one = re.sub(r"\d+", "*", bare(first.name), count=1)
     words = f"choices of experts may differ where logits tie: compare the logits, and leave these out: --only '!{one}'"
     return [] if first.measure.layer is None else [words]

@@ -20,7 +20,7 @@ import numpy as np
 
 from anchorline.errors import UserError, did_you_mean, printable, quoted, some
 from anchorline.files import parse_json, read_json
-from parity_tests.report.names import bare, natural, sort_key
+from parity_tests.report.names import bare, natural, sort_key, whole
 
 MOST_HEADER = 100_000_000  # bytes, as the format's own library allows
 _FLOATS = {
@@ -158,7 +158,7 @@ def check_fits(option: str, patterns: Iterable[str], names: Sequence[str]) -> No
     """Raises UserError: a pattern of an option fits no name, such as a name that is misspelt."""
     own = [bare(name) for name in names]
     for pattern in patterns:
-        wanted = pattern[1:] if pattern.startswith("!") else pattern.partition(" [rank ")[0]
+        wanted = pattern[1:] if pattern.startswith("!") else whole(pattern)
         if not any(fits(name, [wanted]) for name in names):
             raise UserError(f"{option} {pattern}: fits no name{did_you_mean(wanted, own)}; mend it, or take it out")
 

@@ -29,6 +29,11 @@ def bare(name: str) -> str:
     return split(name)[1]
 
 
+def whole(name: str) -> str:
+    """Without the rank."""
+    return name.partition(" [rank ")[0]
+
+
 def axis_names(axes: str | None, dimensions: int) -> tuple[str, ...]:
     """What a person calls the axes of an array. axes: their letters, as `BTHD` or `OI`; None: not known."""
     if axes is None:

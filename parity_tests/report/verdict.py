@@ -1,5 +1,6 @@
 """The verdict of a report in words, as `parity run` and `parity compare` print it."""
 
+from parity_tests.report.names import whole
 from parity_tests.report.schema import Report
 
 
@@ -10,12 +11,12 @@ def in_words(report: Report, kind: str = "reference") -> str:
         return f"NOT JUDGED: no case can run here: {report.cases[0].skipped}"
     failed, several = [case for case in cases if case.failed], len(report.cases) > 1
     measures = [(m.ratio, m.name, case.id) for case in cases for m in case.measures]
-    count = len({(m.name.partition(" [rank ")[0], case.id) for case in cases for m in case.measures})  # ranks are one
+    count = len({(whole(m.name), case.id) for case in cases for m in case.measures})  # ranks are one
     floor = "; noise floor only, not a proof" if kind == "floor" else ""
     if kind == "difference":
         if not failed:
             return f"IDENTICAL: {count} arrays are the same, number for number"
-        broken = len({m.name.partition(" [rank ")[0] for case in cases for m in case.measures if not m.passed})
+        broken = len({whole(m.name) for case in cases for m in case.measures if not m.passed})
         return f"A DIFFERENCE, not judged: {broken} of {count} arrays differ; the first: {failed[0].reasons[-1]}"
     if failed:
         said = "BEYOND THE NOISE FLOOR" if floor and failed[0].first_divergence else "DIFFERENT"

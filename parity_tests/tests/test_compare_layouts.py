@@ -33,12 +33,21 @@ def test_padding_is_not_judged(tmp_path, mark, order, held):
             side[name][padding_BT] = value
         side |= inputs | {"layers.0.q": side["layers.0.q"].transpose(by)}
     done = judged(tmp_path, *sides)
-    assert (done.exit_code, "3 tokens that the inputs mark as padding are not judged" in done.stdout) == (0, True), done
+    assert (
+        done.exit_code,
+        f"3 of {B * T} tokens, which the inputs mark as padding, are not judged" in done.stdout,
+    ) == (0, True), done
     candidate, right, reference = sides
     wrong = candidate["layers.0.q"].copy()
     wrong[(slice(None), 1, 4) if order == "BHTD" else (4, 1) if order == "TBHD" else (1, 4)] = 0
     done = judged(tmp_path, candidate | {"layers.0.q": wrong}, right, reference)
     assert (done.exit_code, "token 4" in done.stdout) == (1, True), done.stdout
+
+
+def test_a_mask_of_all_tokens_marks_no_padding(tmp_path):
+    hidden = {"inputs.attention_mask": np.zeros((B, T), int)}
+    candidate, truth, reference = (a | hidden for a in three({"h": normal(B, T, M)}))
+    assert judged(tmp_path, candidate | {"h": -candidate["h"]}, truth, reference).exit_code == 1
 
 
 @pytest.mark.parametrize("order", ["BTHD", "BHTD", "TBHD"])
