@@ -12,7 +12,7 @@ from anchorline.errors import UserError
 from parity_tests.comparing.compare import compare
 from parity_tests.comparing.dumps import Array, Dump, open_dump
 from parity_tests.comparing.judging import Rule
-from parity_tests.comparing.names import Names, load_names, recognise, rename
+from parity_tests.comparing.names import Names, load_names, recognise, rename, shipped_names
 from parity_tests.record import record
 
 T, H, K, D, M, F, RANKS = 6, 4, 2, 8, 16, 12, 2
@@ -47,6 +47,9 @@ def torchtitan_0_1(own: Arrays, rank: int) -> Arrays:
         made |= {f"{to}.{name}": flat(share(x, 2, rank)) for name, x in by_head.items()}
         made |= {f"{to}.wo": own[f"{at}.attn_out"], f"{at}.ffn_norm": own[f"{at}.post_norm"]}
         made |= {f"{at}.attention_norm": own[f"{at}.input_norm"], f"{at}.feed_forward": own[f"{at}.mlp"]}
+        made |= {
+            f"{at}.feed_forward.{w}": share(own[f"{at}.{name}"], 2, rank) for w, name in (("w1", "gate"), ("w3", "up"))
+        }
         made |= {at: own[f"{at}.residual"]}
     return made
 
@@ -146,11 +149,15 @@ def test_the_layout_of_an_engine_on_two_ranks(name: str, lay_out: Callable):
     assert recognise(held)[0] == name.removesuffix("_sp").removesuffix("_llama3")
     assert name in recognise(held)
     found = rename(held, load_names(name)).arrays
-    lacking = {"gate", "up"} if name.startswith("torchtitan") else {"logits"} if name == "vllm" else set()
-    assert set(found) == {n for n in own if n.rpartition(".")[2] not in lacking}
+    assert set(found) == {n for n in own if name != "vllm" or n != "logits"}
     for key, ranks in found.items():
         for array in ranks:
             np.testing.assert_allclose(array.load(), own[key], rtol=1e-15, err_msg=key)  # times and by the root of D
+
+
+def test_only_what_no_module_of_transformers_puts_out_has_no_name_there():
+    made = {name: {*load_names(name).names} for name in shipped_names()}
+    assert set().union(*made.values()) - made["hf"] - made["gemma"] == {f"layers.{{i}}.{x}_rope" for x in "qk"}
 
 
 def test_heads_that_ranks_hold_in_common_are_one_and_judged_each():
