@@ -24,9 +24,9 @@ SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
     "lines of code": 31_310,
-    "lines of tests' code": 22_660,
+    "lines of tests' code": 22_690,
     "lines of source": 44_510,
-    "lines of tests": 29_370,
+    "lines of tests": 29_400,
     "words of docs": 26_400,
     "settings without description": 0,
 }

@@ -98,7 +98,9 @@ def compare(
     names: Annotated[str, typer.Option(help="map of the candidate's names: a file, auto, none, hf, ...")] = "auto",
     truth_names: Annotated[str, typer.Option(help="map of the names of truth, reference and against")] = "auto",
     config: Annotated[Path | None, typer.Option(help="the model's config.json, where the dumps lack it")] = None,
-    order: Annotated[Path | None, typer.Option(help="names in the order of the computation, one a line")] = None,
+    order: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="names in the order of the computation, one a line")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="names to compare; * is any text, ! leaves out")] = None,
     axes: Annotated[list[str] | None, typer.Option(help="letters of axes, such as '*.attn=BTHD' or '*=TM'")] = None,
     dtype: Annotated[str | None, typer.Option(help="what the candidate computes in, where stored wider")] = None,
@@ -143,18 +145,18 @@ def compare(
 
         make_folder(out)
 
-    recorded: list[str] = []
+    recorded, lines = list[str](), order.read_text("utf-8", "replace").splitlines() if order else []
 
-    def read(path: Path | None, option: str, called: str | None) -> Any:
+    def read(path: Path | None, option: str, called: str) -> Any:
         if path is None:
             return None
-        dump = open_dump(path, order, config)
+        dump = open_dump(path, lines, config)
         recorded.extend(dump.arrays)
-        if called == "auto":
-            called, *others = recognise(dump) or ["none"]
+        if called == "auto" and (fitting := recognise(dump)):
+            called, *others = fitting
             also = f" (fits as well: {', '.join(others)}; choose with {option})" if others else ""
-            print(f"names of {path}: {'as they are' if called == 'none' else f'by the map {called}{also}'}")
-        return dump if called in (None, "none") else rename(dump, load_names(called, option))
+            print(f"names of {path}: by the map {called}{also}")
+        return dump if called in ("auto", "none") else rename(dump, load_names(called, option))
 
     paths = (truth, reference, against)
     if logprobs:
@@ -166,7 +168,7 @@ def compare(
     check_alike(right, first, third)
     for option, patterns in (("--only", only or ()), ("--axes", given)):
         check_fits(option, patterns, [*first.arrays, *right.arrays])
-    check_fits("--order", filter(None, order.read_text().splitlines()) if order else (), recorded)
+    check_fits("--order", [name.replace("*", "[*]") for name in lines if name], recorded)
     dtype = dtype or ("float32" if logprobs else None)
     rule = Rule(given, dtype, operations, "difference" if against else "reference" if reference else "floor")
     chosen = only or []

@@ -15,7 +15,7 @@ import numpy as np
 from anchorline.environment import processor, usable_cores
 from anchorline.errors import UserError, did_you_mean, some
 from parity_tests.comparing.dumps import Array, Dump, choose
-from parity_tests.comparing.hints import explain, know
+from parity_tests.comparing.hints import MOST, explain, know
 from parity_tests.comparing.judging import (
     FEW,
     NO_ROUNDING,
@@ -27,14 +27,15 @@ from parity_tests.comparing.judging import (
     lay_out,
     measure_all,
 )
-from parity_tests.mistakes.words import sentence, where
+from parity_tests.mistakes.words import explains, sentence, where
 from parity_tests.report.measure import MASKED, join_problems, judge_exactly
-from parity_tests.report.names import axis_names, bare, group_of, split, whole
+from parity_tests.report.names import axis_names, bare, group_of, has_place, split, whole
 from parity_tests.report.schema import CaseReport, Divergence, Environment, Report
 
 FINER = ("float8_e5m2", "float8_e4m3", "bfloat16", "float16", "float32", "float64")
 LIBRARIES = ("numpy", "safetensors", "ml_dtypes", "anchorline")
 _FEWEST = 8  # numbers; in trials right arrays of 3 erred by 2.02 of their allowance
+_OF_MAPS = "a map (--names) makes shapes alike: `python -m pydoc parity_tests.comparing.names` lists its steps"
 HANDED_ON = 0.5  # of the ratio of an array: what errs more before it is handed on
 ALLOWANCES = {
     "reference": "twice what the reference errs against the truth, and one rounding of the truth's size",
@@ -91,9 +92,9 @@ def compare(
         with np.errstate(invalid="ignore"):  # of infinite numbers
             divergence = _diverges(first, found, pairs, rule, {**candidate.config, **right.config})
         notes = _notes(first, found, pairs, rule)
-        if not (right.places or candidate.places) and first.measure.layer is None:
-            notes += _unordered(found)
-    notes += _left_out(rule, found)
+        if first.dtype and not (right.places or candidate.places):
+            notes += _unordered(first, found)
+    notes += _left_out(rule, found) + [_OF_MAPS] * any(" has shape " in problem for problem in not_judged)
     told = [note for dump in dumps.values() if dump for note in dump.notes[:SHOWN]]
     # One shape of report for all verbs: a dump is a case.
     command = shlex.join(["parity", *sys.argv[1:]])
@@ -277,11 +278,12 @@ def _left_out(rule: Rule, found: Sequence[Found]) -> list[str]:
     return said + ["nothing that was computed is compared"] * (not any(f.dtype for f in found))
 
 
-def _unordered(found: Sequence[Found]) -> list[str]:
-    """Where names hide their layers, their order is that of the alphabet."""
-    names = [f.name for f in found if f.dtype and f.measure.layer is None and re.search(r"\d", bare(f.name))]
-    why = "the order is guessed, for no layer is read from {}, ...: it may start elsewhere; give --order"
-    return [why.format(names[0])] if len(names) > 1 else []
+def _unordered(first: Found, found: Sequence[Found]) -> list[str]:
+    """Arrays that break, too, and may come before the first: their names do not tell their places."""
+    other = [f for f in found if f is not first and not f.measure.passed and not has_place(f.name)]
+    own = [f.name for f in other if f.measure.layer in (None, first.measure.layer) and _same_run(f.name, first.name)]
+    said = f"the order is guessed: it may start elsewhere ({some(own)}); give --order, or `order` in the metadata"
+    return [said] * bool(own)
 
 
 def _hidden(found: Sequence[Found]) -> list[str]:
@@ -350,8 +352,8 @@ def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rul
         ratio = last.measure.ratio
         word = "it comes from before" if ratio > HANDED_ON * measure.ratio else "it starts here"
         notes.append(
-            f"{word}: {last.name} before it errs by {ratio:.2g} of its allowance (relative error {last.relative:.2g} "
-            f"there, {first.relative:.2g} here)"
+            f"{word}: just before it arrays err by at most {ratio:.2g} of their allowance ({last.name}: relative error "
+            f"{last.relative:.2g}; here {first.relative:.2g})"
         )
     if before:
         notes.append(f"passed before it: {_count(before)} arrays, {before[0].name} to {before[-1].name}")
@@ -365,11 +367,9 @@ def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rul
     if behind:
         broken, of = _count([f for f in behind if not f.measure.passed]), _count(behind)
         notes.append(f"after it {broken} of {of} arrays {'break' if rule.kind != 'difference' else 'differ'}")
-    alike = [f for f in behind if f.measure.tap == measure.tap and _same_run(f.name, first.name)]
-    growth = [f.relative for f in alike if f.measure.layer is not None and f.relative > 0]
-    factor = (growth[-1] / first.relative) ** (1 / len(growth)) if growth and first.relative > 0 else 0.0
-    if factor > 1:
-        notes.append(f"from layer to layer its relative error grows by a factor of {factor:.3g}")
+    if rule.kind == "difference" and first.dtype:
+        most = max((f for f in found if f.dtype), key=lambda f: f.relative)
+        notes.append(f"the most: {most.name} differs by {most.relative:.3g} of its size")
     return notes
 
 
@@ -393,9 +393,14 @@ def _worst(first: Found, pairs: Mapping[str, Sides], rule: Rule) -> list[str]:
 
 
 def _advise(first: Found, pairs: Mapping[str, Sides]) -> list[str]:
-    """What may be meant where integers or masks differ."""
+    """What may be meant where integers or masks differ, or each rank from the whole."""
     if first.dtype is not None:
-        return []
+        ranks = [(mine.load(), true) for name, (mine, true, _) in pairs.items() if whole(name) == whole(first.name)]
+        if len(ranks) == 1 or len({(id(true), x.shape) for x, true in ranks}) > 1 or ranks[0][0].size > MOST:
+            return []
+        total, true = np.sum([x.astype(np.float64) for x, _ in ranks], 0), ranks[0][1].load()
+        ways = [way for way, by in (("sum", 1), ("mean", len(ranks))) if explains(first.measure, total / by, true)]
+        return [f"the {way} of the ranks is right: if each holds a part of it, a map's step is `{way}`" for way in ways]
     mine, true = (side.load() for side in pairs[first.name][:2])
     additive = [x.dtype.kind == "f" and bool((x <= MASKED).any()) for x in (mine, true)]
     if additive[0] != additive[1]:

@@ -2,7 +2,7 @@
 
 A dump is a file, or a folder of files. Files whose arrays have other names are parts of one dump. Where names repeat,
 files called `rank0` (or `tp0`, `pp0`), ... are the ranks of one computation, files that differ in one other number are
-steps (`step 3: loss`).
+steps (`step 3: loss`), also of ranks.
 """
 
 import json
@@ -71,11 +71,11 @@ class Dump:
     notes: tuple[str, ...] = ()
 
 
-def open_dump(path: Path, order: Path | None = None, config: Path | None = None) -> Dump:
+def open_dump(path: Path, order: Sequence[str] = (), config: Path | None = None) -> Dump:
     """Read the headers of a dump.
 
     path: a file or a folder.
-    order: a file of names, one a line; None takes the order in the file's metadata, else sorts the names.
+    order: names; where there are none, the order in the file's metadata is taken, else the names are sorted.
     config: the model's config.json, where the metadata lack it.
     Raises UserError: there is none, it is damaged, or holds a dtype that nothing here reads.
     """
@@ -87,25 +87,21 @@ def open_dump(path: Path, order: Path | None = None, config: Path | None = None)
     headers = [_read_header(file) for file in files]
     parts = [part for part, _ in headers]
     names = [name for part in parts for name in part]
-    steps = _steps(opening, files, len(set(names)) < len(names)) if path.is_dir() else []
+    runs = _runs(opening, files, len(set(names)) < len(names)) if path.is_dir() else [(None, 0)]
     if not names:
         raise UserError(f"{opening}: holds no array")
-    try:
-        said = order.read_text("utf-8").splitlines() if order else [n for _, a in headers for n in a["order"]]
-        model = read_json(config, "--config") if config else {k: x for _, a in headers for k, x in a["config"].items()}
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{opening}: its order or config cannot be read: {error}") from None
+    said = order or [name for _, about in headers for name in about["order"]]
+    model = read_json(config, "--config") if config else {k: x for _, a in headers for k, x in a["config"].items()}
     place = {name: number for number, name in enumerate(dict.fromkeys(said))}
     arrays: dict[str, list[Array]] = {}
     places: dict[str, int] = {}
-    for rank, part in enumerate(parts):
+    for (step, rank), part in zip(runs, parts, strict=True):
         for name, array in part.items():
-            label = f"step {steps[rank]}: {name}" if steps else name
-            arrays.setdefault(label, []).append(array if steps else replace(array, rank=rank))
+            label = name if step is None else f"step {step}: {name}"
+            arrays.setdefault(label, []).append(replace(array, rank=rank))
             places |= {label: place[name]} if name in place else {}
-    return Dump(printable(str(path)), in_order(arrays, places), model, places=places, steps=tuple(steps))
+    steps = tuple(dict.fromkeys(step for step, _ in runs if step is not None))
+    return Dump(printable(str(path)), in_order(arrays, places), model, places=places, steps=steps)
 
 
 def in_order(arrays: Mapping[str, Sequence[Array]], places: Mapping[str, int]) -> dict[str, Sequence[Array]]:
@@ -116,28 +112,28 @@ def in_order(arrays: Mapping[str, Sequence[Array]], places: Mapping[str, int]) -
     }
 
 
-def _numbers(word: str, files: Sequence[Path]) -> list[tuple[int, ...]]:
-    return [tuple(map(int, re.findall(rf"{word}[-_. =]*(\d+)", file.stem, re.IGNORECASE))) for file in files]
-
-
-def _steps(opening: str, files: Sequence[Path], repeated: bool) -> list[int]:
-    """The step of each file of a folder; none, if they are ranks or parts of one dump. Raises UserError."""
-    ranks = _numbers("rank", files)
-    if repeated and not any(ranks):  # groups of tensor, pipeline and data parallel alone
-        groups = _numbers("(?<![a-z])[tpd]p", files)
-        ranks = groups if len(set(groups)) == len(files) else ranks
+def _runs(opening: str, files: Sequence[Path], repeated: bool) -> list[tuple[int | None, int]]:
+    """Step and rank of each file of a folder. Step None: there are no steps. Raises UserError."""
+    stems, ranks = [file.stem for file in files], [()] * len(files)
+    for word in ("(?<![a-z])[tpd]p", "rank")[not repeated :]:  # of tensor, pipeline and data parallel; or of all
+        number = re.compile(rf"{word}[-_. =]*(\d+)", re.IGNORECASE)
+        own = [tuple(map(int, number.findall(file.stem))) for file in files]
+        if len({*own}) > 1 or len(files) == 1:  # what is the same in all names is no rank
+            stems, ranks = [number.sub("", file.stem) for file in files], own
     if all(ranks):
         wanted = product(*(range(min(max(own), len(own)) + 1) for own in zip(*ranks, strict=False)))
         for rank in wanted:
             if rank not in ranks:
                 raise UserError(f"{opening}: lacks rank {', '.join(map(str, rank))}; give a file of each, from 0 on")
     if not repeated or (all(ranks) and len(set(ranks)) == len(ranks)):
-        return []
-    steps = [int(number) for file in files for number in re.findall(r"(\d+)\D*$", file.stem)]
-    if any(ranks) or len({re.sub(r"\d+(?=\D*$)", "", f.stem) for f in files}) > 1 or len(set(steps)) < len(files):
-        which = some([file.name for file in files])
-        raise UserError(f"{opening}: {which} hold the same names; call them rank0, rank1, ... or step0, step1, ...")
-    return steps
+        return [(None, rank) for rank in range(len(files))]
+    steps = [int(step) for stem in stems for step in re.findall(r"(\d+)\D*$", stem)]
+    alike = len({re.sub(r"\d+(?=\D*$)", "", stem) for stem in stems}) == 1
+    runs = {*zip(steps, ranks, strict=False)}
+    if not alike or not len(files) == len(steps) == len(runs) == len({*steps}) * len({*ranks}):
+        how = "rank0, ..., or step0, ..., or step0_rank0, ... for every rank of every step"
+        raise UserError(f"{opening}: {some([file.name for file in files])} hold the same names; call them {how}")
+    return [(step, sorted({*ranks}).index(rank)) for step, rank in zip(steps, ranks, strict=True)]
 
 
 def fits(name: str, patterns: Iterable[str]) -> bool:
@@ -170,7 +166,7 @@ def check_alike(truth: Dump, *others: Dump | None) -> None:
         if bool(other.steps) != bool(truth.steps) or true not in (1, mine):
             sides = ((other, mine), (truth, true))
             said = [f"{dump.source} holds {len(dump.steps) or 'no'} steps and {n} ranks" for dump, n in sides]
-            raise UserError(f"{', '.join(said)}; give as many on both sides")
+            raise UserError(f"{', '.join(said)}; give as many on both sides; ranks have `rank` in their files' names")
 
 
 def _read_header(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import parse_json
 from parity_tests.comparing.dumps import Array, Dump, open_dump
 
@@ -32,7 +32,7 @@ def open_logprobs(*paths: Path | None) -> list[Any]:
             document, token = min(differ)
             null, number = (one, other) if (document, token) in nulls else (other, one)
             place = f"document {document} has null for token {token}, {number.source} a log-probability"
-            raise UserError(f"--logprobs {null.source}: {place}; give null in both, or in none")
+            raise UserError(f"--logprobs {null.source}: {place}; give null in both, or leave the token out of both")
     return [found and found[0] for found in read]
 
 
@@ -47,7 +47,8 @@ def _read(path: Path) -> tuple[Dump, set[tuple[int, int]]]:
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{opening}: no token_ids and logprobs in it, or not for each document ({error})") from None
+        why = f"lacks {error}" if isinstance(error, KeyError) else quoted_reason(error)
+        raise UserError(f"{opening}: {why}; give token_ids and logprobs, one number a token") from None
     rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape) if ids.ndim == 2 else np.zeros(ids.shape, int)
     documents = np.asarray(arrays.get("document_ids", rows))
     if not ids.shape == values.shape == documents.shape or not ids.size:
@@ -80,14 +81,17 @@ def _read_lines(path: Path) -> dict[str, np.ndarray]:
     for number, line in enumerate(lines):
         if not line.strip():
             continue
-        x = parse_json(line.encode())
-        ids, values = x["token_ids"], x["logprobs"]
-        if not {*map(type, ids)} <= {int} or not {*map(type, values)} <= {int, float, type(None)}:
-            raise ValueError(f"line {number + 1}: give lists of integers, and of numbers or null")
-        if len(ids) != len(values):
-            counts = f"{len(ids)} token_ids and {len(values)} logprobs"
-            raise ValueError(f"line {number + 1} has {counts}; give one for each token")
-        values = [None if value is None else float(value) for value in values]
+        try:
+            x = parse_json(line.encode())
+            ids, values = x["token_ids"], x["logprobs"]
+            if not {*map(type, ids)} <= {int} or not {*map(type, values)} <= {int, float, type(None)}:
+                raise ValueError("not lists of integers, and of numbers or null")
+            if len(ids) != len(values):
+                raise ValueError(f"{len(ids)} token_ids and {len(values)} logprobs")
+            values = [None if value is None else float(value) for value in values]
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            why = f"lacks {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"line {number + 1}: {why}") from None
         for name, column in zip(_NAMES, (ids, values, [number] * len(ids)), strict=True):
             columns[name] += column
     return {
@@ -118,7 +122,8 @@ def describe(candidate: Dump, right: Dump) -> list[str]:
         return lines
     low, half, high = np.quantile(d, _QUANTILES)
     lines += [
-        f"difference of {len(d)} tokens: mean {d.mean():.3g}, 1% {low:.3g}, half {half:.3g}, 99% {high:.3g}",
+        f"difference of {len(d)} tokens, {Path(candidate.source).name} less {Path(right.source).name}: "
+        f"mean {d.mean():.3g}, 1% {low:.3g}, median {half:.3g}, 99% {high:.3g}",
         f"ratio of probabilities: mean {np.exp(d).mean():.6g}, largest {np.exp(np.abs(d)).max():.4g}",
         # k3 of Schulman, "Approximating KL divergence" (2020), for tokens that the second engine drew.
         f"KL divergence, estimated: {np.mean(np.expm1(d) - d):.3g} nats a token",
@@ -127,6 +132,6 @@ def describe(candidate: Dump, right: Dump) -> list[str]:
     parts = [d[(positions >= a) & (positions < b)] for a, b in pairwise(edges)]
     shown = [f"{a}: {np.sqrt(np.mean(x * x)):.3g}" for a, x in zip(edges, parts, strict=False) if x.size]
     lines.append(f"root mean square from position {', '.join(shown)}")
-    worst = max(np.unique(documents), key=lambda n: float(np.mean(np.square(d[documents == n]))))
+    worst, at = max(np.unique(documents), key=lambda n: float(np.mean(np.square(d[documents == n])))), abs(d).argmax()
     lines.append(f"the document that differs most is {worst}: {np.sqrt(np.mean(d[documents == worst] ** 2)):.3g}")
-    return lines
+    return [*lines, f"the token that differs most is {positions[at]} of document {documents[at]}: {d[at]:.3g}"]

@@ -17,8 +17,9 @@ Steps are done for each rank, until `join` or `sum` makes one array of them:
 | `half_split`             | neighbours that RoPE rotates, in the order of the two halves of a head         |
 | `unscale`                | times the root of head_dim, where the weights of q hold the softmax scale        |
 | `move: [AXIS, ...]`      | axes in another order                                                          |
-| `rows`                   | [T, ...] of one packed row as [1, T, ...]                                      |
-| `join: AXIS`, `sum`      | the ranks' slices of an axis, or their partial results, together               |
+| `rows` (`rows: N`)       | [T, ...] of one packed row as [1, T, ...], or of N rows as [N, T / N, ...]     |
+| `join: AXIS`             | the ranks' slices of an axis together                                          |
+| `sum`, `mean`            | of the ranks' partial results                                                  |
 | `join_kv: AXIS`          | `join` of key/value heads, of which more ranks than heads hold replicas: all are judged |
 
 Sizes are numbers, or `heads`, `kv_heads`, `head_dim` and `intermediate` of the model's config, or `kv_held`: kv_heads
@@ -225,6 +226,7 @@ _SIZE = r'("(heads|kv_heads|kv_held|head_dim|intermediate)"|[1-9]\d*)'
 _FORMS = {  # of a step's value as JSON, and an example; others have none
     "part": (rf"\[\d+, \[{_SIZE}(, {_SIZE})*\]\]", "[0, [heads, kv_heads, kv_heads]]"),
     "groups": ('"[qkv]"', "q, k or v"),
+    "rows": (r"null|[1-9]\d*", "their number"),
     "move": (r"\[\d+(, \d+)*\]", "[1, 0, 2]"),
     **dict.fromkeys(("join", "join_kv"), (r"-?\d+", "2")),
 }
@@ -255,7 +257,7 @@ def _size(size: int | str, config: Mapping[str, Any]) -> int:
         "intermediate": config.get("intermediate_size"),
     }
     if (found := known[size]) is None:
-        raise UserError(f"{size} is not known; give the model's config.json with --config")
+        raise UserError(f"{size} is not known; give a config.json with num_attention_heads, head_dim, ... by --config")
     return found
 
 
@@ -283,6 +285,7 @@ _STEPS: dict[str, Any] = {
     "half_split": lambda x, *_: x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape),
     "unscale": lambda x, *_: x.astype(np.float64) * x.shape[-1] ** 0.5,
     "move": lambda x, axes, _: x.transpose(axes),
-    "rows": lambda x, *_: x[None],
+    "rows": lambda x, rows, _: x.reshape(rows or 1, -1, *x.shape[1:]),
 }
-_JOINS: dict[str, Any] = {"join": np.concatenate, "join_kv": np.concatenate, "sum": lambda ranks, _: _add(ranks)}
+_JOINS: dict[str, Any] = {"sum": lambda ranks, _: _add(ranks), "mean": lambda ranks, _: _add(ranks) / len(ranks)}
+_JOINS |= dict.fromkeys(("join", "join_kv"), np.concatenate)

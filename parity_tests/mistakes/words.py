@@ -40,6 +40,8 @@ _TAPS = {
     "mlp": "MLP output",
     "residual": "residual after the MLP",
     "final_norm": "final norm",
+}
+_BEHIND = {  # the forward pass, where others call arrays so, too
     "loss": "mean loss",
     "tokens": "losses of the tokens",
     "stored": "weights as the model holds them after the step",
@@ -71,7 +73,7 @@ class Known:
 
 def where(measure: Measure) -> str:
     """`layer 7, k after RoPE`."""
-    what = _TAPS.get(measure.tap, measure.tap)
+    what = (_TAPS if measure.group == "forward" else _TAPS | _BEHIND).get(measure.tap, measure.tap)
     if measure.group == "run":
         of_model = measure.name.startswith("run.exported.")
         of_masters = measure.name.startswith("run.masters.")

@@ -62,11 +62,22 @@ def layer_and_tap(name: str) -> tuple[int | None, str]:
 def sort_key(name: str) -> tuple[Any, ...]:
     """Sorts names by stage, then as a decoder computes them, gradients in the opposite order."""
     group, (layer, tap) = group_of(name), layer_and_tap(name)
-    stem = next((_ORDER.index(word) for word in reversed(re.split(r"[./]", tap)) if word in _ORDER), len(_ORDER))
+    is_input = group == "forward" and layer is None and "token" in tap and not has_place(name)
+    stem = -1 if is_input else _stem(tap)
     before = layer is None and stem < _ORDER.index("input_layernorm")
     where = (0 if before else 2 if layer is None else 1, layer or 0, stem)
     back = tuple(-x for x in where) if group == "gradients" else where
     return natural(name.removesuffix(bare(name))), get_args(Group).index(group), back, natural(tap)
+
+
+def _stem(tap: str) -> int:
+    return next((_ORDER.index(word) for word in reversed(re.split(r"[./]", tap)) if word in _ORDER), len(_ORDER))
+
+
+def has_place(name: str) -> bool:
+    """Whether a name tells when its array is computed: by a word that is known, and its layer, if it has a number."""
+    layer, tap = layer_and_tap(name)
+    return _stem(tap) < len(_ORDER) and (layer is not None or not re.search(r"\d", tap))
 
 
 def natural(name: Any) -> tuple[Any, ...]:

@@ -44,7 +44,7 @@ def judged_ranks(folder: Path, candidate: list[Arrays], truth: list[Arrays], ref
     """As `judged`, of the dumps of ranks."""
     paths = [folder / role for role in ("candidate", "truth", "reference")]
     for path, ranks in zip(paths, (candidate, truth, reference), strict=True):
-        path.mkdir()
+        path.mkdir(parents=True)
         for rank, arrays in enumerate(ranks):
             write(path / f"rank{rank}.safetensors", arrays)
     mine, true, other = map(str, paths)

@@ -63,4 +63,15 @@ def test_a_rank_is_explained_by_its_own_arrays(tmp_path):
     assert 'title="the worst, layers.0.q_rope [rank 1]: ' in heat
     assert "layer 0, q after RoPE (layers.0.q_rope [rank 1])" in out, out
     assert SHIFTED in out
-    assert "[rank 1] before it errs" in out
+    assert " of their allowance (layers.0.k [rank 1]: " in out, out
+
+
+@pytest.mark.parametrize(("way", "shares"), [("sum", (1.5, -0.5)), ("mean", (3, -1)), ("", (1.5, 1.5))])
+def test_what_ranks_hold_in_parts_is_told(tmp_path, way, shares):
+    right = {"layers.0.mlp": layer()["layers.0.v"].reshape(B, T, -1)}
+    ranks = [{n: rounded(x * share, seed) for n, x in right.items()} for seed, share in enumerate(shares)]
+    given = (ranks, [right], [{n: rounded(x, 2) for n, x in right.items()}])
+    out = judged_ranks(tmp_path / "a", *given).stdout
+    assert out.count("of the ranks is right") == out.count(f"a map's step is `{way}`") == bool(way)
+    (tmp_path / "m.yaml").write_text(f"names:\n  layers.{{i}}.mlp: {{from: 'layers.{{i}}.mlp', steps: [{way}]}}")
+    assert not way or judged_ranks(tmp_path / "b", *given, "--names", str(tmp_path / "m.yaml")).exit_code == 0

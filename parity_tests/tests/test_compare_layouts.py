@@ -78,10 +78,13 @@ def test_layers_of_other_engines_are_read(name):
     assert layer_and_tap(name) == (3, "q")
 
 
-def test_a_guessed_order_is_said(tmp_path):
-    candidate, truth, reference = three({f"L{n}_x": normal(B, T, M) for n in range(2)})
-    done = judged(tmp_path, candidate | {"L1_x": -candidate["L1_x"]}, truth, reference)
-    assert "the order is guessed, for no layer is read from L0_x" in done.stdout
+@pytest.mark.parametrize("names", [("L0_x", "L1_x"), ("block0/attn_out", "block0/heads"), ("h.0.q", "summary")])
+def test_a_guessed_order_is_said(tmp_path, names):
+    candidate, truth, reference = three({name: normal(B, T, M) for name in (*names, "block1/heads")})
+    done = judged(tmp_path, candidate | {name: -candidate[name] for name in names}, truth, reference)
+    assert f"the order is guessed: it may start elsewhere ({names[1]}); give --order, or `order` in" in done.stdout
+    done = judged(tmp_path, candidate | {names[1]: -candidate[names[1]]}, truth, reference)
+    assert "is guessed" not in done.stdout  # what passes is not where it starts
 
 
 def test_a_reference_of_another_precision_is_refused_though_an_array_is_exact(tmp_path):

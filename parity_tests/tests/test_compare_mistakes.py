@@ -2,6 +2,7 @@
 
 import json
 import struct
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -35,6 +36,11 @@ def here(tmp_path, monkeypatch):
         Path(name).mkdir()
         for n in range(step):
             save_file(FLOATS, f"{name}/{'rank' if name == 'r4' else 'step'}{n}.safetensors")
+    for name in ("step{n}_rank{r}", "rank{r}.step_{n}"):  # the same runs
+        Path(folder := "both" if name[0] == "s" else "alike").mkdir()
+        for n, r in product(range(2), repeat=2):
+            arrays = {k: x + 2 * n + r for k, x in FLOATS.items()}
+            save_file(arrays, f"{folder}/{name.format(n=n, r=r)}.safetensors")
     for name, changes in {"map": {}, "typo": {"logits": None, "logit": "head"}}.items():
         Path(f"{name}.yaml").write_text(json.dumps({"names": {k: v for k, v in (MAP | changes).items() if v}}))
     return tmp_path
@@ -66,6 +72,7 @@ ALL = "c --truth t --reference r"
         ({"sum": ["head", "haed"]}, {}, "sum: c has no haed"),
         ({"logits": {"form": "head"}}, {}, "names.logits.form: unknown key (did you mean names.logits.from?"),
         ({"logits": []}, {}, "names.logits"),
+        ({"embed": {"from": "emb", "steps": ["heads"]}}, {}, "head_dim is not known; give a config.json with"),
     ],
 )  # fmt: skip
 def test_a_name_that_a_map_of_the_users_own_misspells(here, entry, other, says):
@@ -97,6 +104,12 @@ def test_an_array_that_a_map_hides_is_named(here):
     assert "c: its own head is not compared: the map makes that name of emb" in done.stdout, done.output
 
 
+def test_flat_tokens_are_rows_again(here):
+    save_file(FLOATS | {"head": FLOATS["head"].reshape(16, 6)}, "c")
+    Path("m.yaml").write_text(json.dumps({"names": MAP | {"logits": {"from": "head", "steps": [{"rows": 2}]}}}))
+    assert compare(f"{ALL} --names m.yaml --truth-names map.yaml").exit_code == 0
+
+
 STEPS = [{"prat": [0, [1, 1, 1]]}, {"part": 0}, {"part": [3, [1, 1, 1]]}, {"part": [0, [0, 1]]}, {"part": [0, []]}]
 STEPS += [{"part": [0, [1, 3]]}, {"part": [0, ["depth"]]}, {"part": [-1, [1, 1]]}, {"groups": "p"}, {"move": [0, 0, 1]}]
 STEPS += [{"move": [0, 1]}, {"move": "012"}, {"join": "2"}, {"heads": 4}, {"part": [0, [1]], "join": 2}, "heads", {}]
@@ -120,10 +133,12 @@ def test_a_step_of_a_map_that_does_not_fit(here, step):
         ("--axes head=btm", "--axes head=btm: write"),
         ("--axes head=BTT", "--axes head=BTT: write"),
         ("--order order", "--order haed: fits no name (did you mean head?"),
+        ("--order patterns", "--order blk[*]/qkv: fits no name"),
     ],
 )
 def test_a_pattern_that_fits_nothing(here, given, says):
     Path("order").write_text("emb\n\nhaed\n")
+    Path("patterns").write_text("blk*/qkv\n")
     refuses(f"{ALL} {given}", says)
     Path("order").write_text("head\nemb\n")
     assert compare(f"{ALL} --only emb --only blk* --axes blk*=BTM --order order").exit_code == 0
@@ -170,6 +185,9 @@ def test_a_header_without_arrays(here, content, says):
         ("fp32 eps32", "hold the same names"),
         ("fp32 fp64x", "hold the same names"),
         ("one two", "hold the same names"),
+        ("tp2_a0 tp2_b1", "hold the same names"),
+        ("step0_rank0 step0_rank1 step1_rank0", "every rank of every step"),
+        ("step0_rank0 step0_rank1 step1", "every rank of every step"),
     ],
 )
 def test_files_that_are_neither_ranks_nor_steps(here, files, says):
@@ -185,15 +203,16 @@ def test_steps_and_ranks_are_as_many_on_both_sides(here, given):
         refuses(given, "give as many on both sides")
     Path("s1/step0.safetensors").rename("s1/rank0.safetensors")
     refuses("s3 --against s1", "give as many")
-    refuses("s1 --against s3", "s1 holds no steps and 1 ranks, s3 holds 3 steps and 1 ranks; give as many")
+    refuses("s1 --against s3", "no steps and 1 ranks, s3 holds 3 steps and 1 ranks; give as many on both sides; ranks")
 
 
-@pytest.mark.parametrize(
-    ("given", "only", "count"),
-    [("s3", "emb", 3), ("s3", "step 1: *", 7), ("s3", "!blk*", 9), ("r4", "*", 7), ("r4", "emb [rank 1]", 1)],
-)
+CHOSEN = [("s3", "emb", 3), ("s3", "step 1: *", 7), ("s3", "!blk*", 9), ("r4", "*", 7), ("r4", "emb [rank 1]", 1)]
+CHOSEN += [("both", "*", 14), ("both", "step 1: emb [rank 1]", 1)]
+
+
+@pytest.mark.parametrize(("given", "only", "count"), CHOSEN)
 def test_arrays_of_steps_and_ranks_are_chosen_and_counted(here, given, only, count):
-    done = compare(f"{given} --against {given}", "--only", only)
+    done = compare(f"{given} --against {given.replace('both', 'alike')}", "--only", only)
     assert f"IDENTICAL: {count} arrays" in done.stdout, done.output
 
 
@@ -204,8 +223,10 @@ def test_arrays_of_steps_and_ranks_are_chosen_and_counted(here, given, only, cou
         ("a", SEEN, SEEN, "--dtype bfloat16", "in 6 arrays (blk0/qkv, ...) the candidate is finer than --dtype"),
         ("a", np.where(SEEN, 0, -1e9), SEEN, "", "one mask is additive"),
         ("a", ~SEEN, SEEN.astype(int), "", "True is False in the other"),
+        ("tokens", 15 - INT, INT, "", "T: tokens (tokens): 16 of 16 entries differ, and none may; the same values"),
         ("layers.3.top", INT, INT + 1, "", "leave these out: --only '!layers.*.top'"),
         ("a", np.ones((2, 8, 9)), np.ones((2, 8, 6)), "", "by a map's step: {part: [0, [6, 3]]}"),
+        ("a", np.ones((16, 6)), np.ones((2, 8, 6)), "", "`python -m pydoc parity_tests.comparing.names` lists"),
     ],
 )
 def test_what_a_reader_must_know_is_said(here, name, mine, true, given, says):
@@ -223,9 +244,8 @@ def test_names_keep_the_places_of_their_sources(here):
     wanted = ["logits", "inputs.input_ids", "layers.1.attn", "layers.0.q", "layers.0.k", "embed", "both"]
     wanted = wanted[:-1] + ["both", "layers.0.attn", "layers.1.q", "layers.1.k"]  # what the order lacks comes last
     assert list(rename(open_dump(Path("c")), load_names("m.yaml")).arrays) == wanted
-    Path("order").write_text("\n".join(order))
     save_file(FLOATS, "c")
-    assert list(rename(open_dump(Path("c"), Path("order")), load_names("m.yaml")).arrays) == wanted
+    assert list(rename(open_dump(Path("c"), order), load_names("m.yaml")).arrays) == wanted
     for n in range(2):
         save_file(FLOATS, f"s3/step{n}.safetensors", {"order": json.dumps(order)})
     of_steps = list(rename(open_dump(Path("s3")), load_names("m.yaml")).arrays)
@@ -247,8 +267,8 @@ ROWS = [[None, -1.5, -2.0, -0.25], [None, -3.0, -1.0]]
     [
         ([[-1.0, -1.5, -2.0, -0.25], ROWS[1]], "mine: line 1 has a log-probability"),
         ([ROWS[0], [None, None, -1.0]], "mine: document 1 has null for token 1, t a log-probability"),
-        ([ROWS[0], ["a", -3.0, -1.0]], "line 2: give lists of integers, and of numbers or null"),
-        ([ROWS[0], [True, -3.0, -1.0]], "line 2: give lists"),
+        ([ROWS[0], ["a", -3.0, -1.0]], "line 2: not lists of integers, and of numbers or null"),
+        ([ROWS[0], [True, -3.0, -1.0]], "line 2: not lists"),
         ([[None] * 4, [None] * 3], "give integers and floats"),
     ],
 )
@@ -256,7 +276,7 @@ def test_null_is_no_log_probability(here, mine, says):
     write_lines("t", *ROWS)
     write_lines("same", *ROWS)
     same = compare("--logprobs same --against t")
-    assert (same.exit_code, "difference of 5 tokens: mean 0" in same.stdout) == (0, True), same.output
+    assert (same.exit_code, "difference of 5 tokens, same less t: mean 0" in same.stdout) == (0, True), same.output
     write_lines("mine", *mine)
     refuses("--logprobs mine --truth t", says if "line 1 has a" not in says else "t: document 0 has null for token 0")
 
@@ -268,7 +288,7 @@ def test_null_is_no_log_probability(here, mine, says):
 def test_log_probabilities_that_are_none(here, content):
     write_lines("t", *ROWS)
     Path("mine").write_text(content)
-    refuses("--logprobs mine --truth t", "--logprobs 'mine': ")
+    refuses("--logprobs mine --truth t", "--logprobs 'mine': " + "line 1" * bool(content))
     refuses("--logprobs . --truth t", "--logprobs '.': ")
 
 
