@@ -186,35 +186,42 @@ def _judge_parts(
     cancels: bool,
     inherits: bool,
 ) -> list[PartVerdict]:
-    """Each token, each head, the mean and the scale."""
+    """Each token, each head, each row of a weight, the mean and the scale.
+
+    A part that holds nothing but 0 is no rounding, so it is allowed its own errors alone: what was left out of a head
+    far smaller than the others shows.
+    """
     per_row = truth.shape[axes.index("T")] if "T" in axes else 0
     candidate_NHD, truth_NHD, reference_NHD = (_by_token(x, axes) for x in (candidate, truth, reference))
     N, H, D = truth_NHD.shape
-    sums = np.zeros((8, N, H))
+    sums = np.zeros((9, N, H))
     for start in range(0, N, step := max(1, _AT_ONCE // (H * D))):
         at = slice(start, start + step)
-        true = truth_NHD[at].astype(np.float64)
-        errs, allowed = (_signed(x[at].astype(np.float64), true) for x in (candidate_NHD, reference_NHD))
+        mine, true = candidate_NHD[at].astype(np.float64), truth_NHD[at].astype(np.float64)
+        errs, allowed = (_signed(x, true) for x in (mine, reference_NHD[at].astype(np.float64)))
         true = np.where(np.isfinite(true), true, 0.0)
         squared = true * true
         products = (errs * errs, allowed * allowed, squared, errs * true, allowed * true, errs, allowed)
-        products += (squared * squared,)
+        products += (squared * squared, mine != 0)
         sums[:, at] = [x.sum(-1) for x in products]
 
     parts: list[PartVerdict] = []
     for axis, count in ((1, H * D), (0, N * D)):
         squares = sums[:3].sum(axis + 1)
-        if "T" not in axes or count < LEAST or squares.shape[1] == 1:
+        if count < LEAST or squares.shape[1] == 1:
             continue
         error, own, size = np.sqrt(squares / count)
         # Where few values are much larger than the others, only their errors count. Of a normal distribution this is
         # the number of values; of one value among zeros it is 3.
         independent = 3 * squares[2] ** 2 / np.maximum(sums[7].sum(axis), 1e-300)
         chance = 1 + UNLIKELY / np.sqrt(2 * np.clip(independent, 1, 1 if inherits else count))
-        allowed = chance * np.maximum(2 * own + UNIT_ROUNDOFF[dtype] * size, allowance if cancels else 0.0)
+        least = 2 * own + UNIT_ROUNDOFF[dtype] * size
+        allowed = chance * np.maximum(least, allowance if cancels else 0.0)
+        allowed = np.where(sums[8].sum(axis) > 0, allowed, least)
         with np.errstate(divide="ignore", invalid="ignore"):
             i = int(np.where(error > 0, error / allowed, 0.0).argmax())
-        name = f"head {i}" if axis == 0 else f"token {i % per_row} of row {i // per_row}"
+        token = f"token {i % per_row} of row {i // per_row}" if per_row else f"row {i}"
+        name = f"head {i}" if axis == 0 else token
         parts.append(PartVerdict(name, float(error[i]), float(allowed[i])))
 
     # The sum of independent errors along a direction of length 1 is as large as one of them. A vector of D values

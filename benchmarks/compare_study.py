@@ -7,9 +7,9 @@ A tiny Llama of transformers is recorded with each change of compare_study.yaml,
 the reference its eager attention in the candidate's dtype.
 """
 
+import argparse
 import copy
 import json
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -430,7 +430,9 @@ def format_results(kept: dict[str, Any]) -> str:
 
 def main() -> None:
     """Try all, keep the numbers, and write them into the page."""
-    seeds = int(sys.argv[sys.argv.index("--seeds") + 1]) if "--seeds" in sys.argv else 40
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=40, help="of right pairs; 40")
+    seeds = parser.parse_args().seeds
     fresh = dump.__wrapped__
     wrong = {
         key: {dtype: judge(fresh(0, dtype, change), 0, dtype) for dtype in DTYPES} for key, change in CHANGES.items()

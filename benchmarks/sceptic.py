@@ -2,6 +2,7 @@
 
 cd benchmarks/results && python ../sceptic.py experiment-offsets.json
 cd benchmarks/results && python ../sceptic.py training-experiment.json training-experiment-{control,cost}.json
+cd benchmarks/results && python ../sceptic.py weights-code/*.jsonl
 """
 
 import json
@@ -99,6 +100,29 @@ def print_unregistered(runs: dict, bases: dict) -> None:
         print(f"{name}: {judge(a - b - (times**power - 1)[:, None] * (b - c))[0]}")
 
 
+CODE = (  # name, arms, and which targets: by the tokens that a prediction sees
+    ("weights, 2,048 tokens and more", ["weighted"], ["plain"], 2048, 4096),
+    ("weights less the same on other targets, 2,048 and more", ["weighted"], ["shuffled"], 2048, 4096),
+    ("cost near by: weights, 256 to 1,023", ["weighted"], ["plain"], 256, 1024),
+    ("positive control: no weight from 256 on, 2,048 and more", ["near"], ["plain"], 2048, 4096),
+    ("training itself, 2,048 and more", ["plain"], ["before"], 2048, 4096),
+    ("training itself, 256 to 1,023", ["plain"], ["before"], 256, 1024),
+)
+
+
+def gain_of_targets(contexts: dict, least: int, most: int) -> float:
+    """Log-probability of the held-out targets whose effective context is in a range, a mean over tokens."""
+    chosen = [of for context, of in contexts.items() if least <= int(context) < most]
+    return -sum(of["loss"] * of["labelled_tokens"] for of in chosen) / sum(of["labelled_tokens"] for of in chosen)
+
+
+if sys.argv[1].endswith(".jsonl"):  # metrics.jsonl of the trainer, by arm and seed
+    runs = {}
+    for path in map(Path, sys.argv[1:]):
+        events = [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == "evaluation"]
+        runs[path.stem], runs["before-" + path.stem.rsplit("-", 1)[1]] = events[-1]["contexts"], events[0]["contexts"]
+    show(runs, list(CODE), gain_of_targets)
+    sys.exit()
 content = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
 if "bases" in content[0]:  # an experiment that states its contrasts: a loss for each distance and row of each run
     rows = [

@@ -161,6 +161,40 @@ def test_one_token_of_many_shows_in_float32(dtype, error, part):
     assert (verdict.passed, verdict.part and verdict.part.name) == (part is None, part)
 
 
+def _with_row_of_another(x):
+    x[5] = x[6]
+
+
+def _without_row(x):
+    x[5] = 0
+
+
+def _without_small_head(x):
+    x[:, :, 3] = 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "change", "part"),
+    [
+        ((20_000, 64), "OI", _with_row_of_another, "row 5"),
+        ((20_000, 64), "OI", _without_row, "row 5"),
+        ((2, 500, 8, 16), "BTHD", _without_small_head, "head 3"),
+    ],
+    ids=["a row of the vocabulary is another's", "a row is left out", "a small head is left out"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_wrong_in_a_small_part_shows(shape, axes, change, part, dtype):
+    random, unit = np.random.default_rng(0), UNIT_ROUNDOFF[dtype]
+    truth = random.standard_normal(shape)
+    if axes == "BTHD":
+        truth[:, :, 3] *= 12 * unit
+    candidate, reference = (truth + 2 * unit * random.standard_normal(shape) for _ in range(2))
+    assert judge(candidate, truth, reference, dtype, axes, inherits=True).passed
+    change(candidate)
+    verdict = judge(candidate, truth, reference, dtype, axes, inherits=True)
+    assert (verdict.passed, verdict.part and verdict.part.name) == (False, part)
+
+
 def test_errors_that_earlier_layers_made_move_a_token_as_a_whole():
     """Candidate and reference err alike: a normal factor for each token, along one direction."""
     random = np.random.default_rng(0)
