@@ -23,10 +23,10 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_310,
-    "lines of tests' code": 22_690,
-    "lines of source": 44_510,
-    "lines of tests": 29_400,
+    "lines of code": 31_355,
+    "lines of tests' code": 22_725,
+    "lines of source": 44_570,
+    "lines of tests": 29_450,
     "words of docs": 26_400,
     "settings without description": 0,
 }

@@ -367,6 +367,11 @@ def _notes(first: Found, found: Sequence[Found], pairs: Mapping[str, Sides], rul
     if behind:
         broken, of = _count([f for f in behind if not f.measure.passed]), _count(behind)
         notes.append(f"after it {broken} of {of} arrays {'break' if rule.kind != 'difference' else 'differ'}")
+    alike = [f for f in behind if f.measure.tap == measure.tap and _same_run(f.name, first.name)]
+    growth = [f.relative for f in alike if f.measure.layer is not None and f.relative > 0]
+    factor = (growth[-1] / first.relative) ** (1 / len(growth)) if growth and first.relative > 0 else 0.0
+    if factor > 1:
+        notes.append(f"from layer to layer its relative error grows by a factor of {factor:.3g}")
     if rule.kind == "difference" and first.dtype:
         most = max((f for f in found if f.dtype), key=lambda f: f.relative)
         notes.append(f"the most: {most.name} differs by {most.relative:.3g} of its size")

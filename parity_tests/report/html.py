@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from anchorline.page import render as render_page
 from parity_tests.report.names import bare
-from parity_tests.report.plot import plot, where_over
+from parity_tests.report.plot import plot, plot_layers, where_over
 from parity_tests.report.schema import CaseReport, Group, Measure, Report
 from parity_tests.report.verdict import in_words
 
@@ -115,6 +115,14 @@ class ListedCase:
         shown = (broken or drawn[:1])[:PLOTTED]
         profiles = [(measure, measure.profile) for measure in shown if measure.profile]
         return [(m, plot(profile, self.case.tokens or 0), where_over(profile)) for m, profile in profiles]
+
+    def growth(self) -> list[tuple[str, str]]:
+        """The arrays of every layer that broke first, and how each errs from layer to layer, as an image."""
+        broken = [m.tap for m in self.case.measures if not m.passed and m.layer is not None and m.group == "forward"]
+        taps = list(dict.fromkeys(broken))[:PLOTTED]
+        own = [[m for m in self.case.measures if m.tap == tap and m.group == "forward"] for tap in taps]
+        drawn = [(tap, [row[0] for _, row in _heat(m)[1] if row[0]]) for tap, m in zip(taps, own, strict=True)]
+        return [(tap, plot_layers(layers)) for tap, layers in drawn if len(layers) > 2]
 
 
 def place(measure: Measure) -> str:

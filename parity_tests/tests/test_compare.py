@@ -96,6 +96,7 @@ def test_what_is_handed_on_is_told_from_what_starts_there(sides):
         worse[f"layers.{layer}.residual"] = (x.astype(np.float32) * factor).astype(x.dtype)
     done = run(folder, worse, "--only", "layers.*.residual")
     assert "it comes from before: just before it arrays err by at most 0.79 of" in done.stdout, done.stdout
+    assert "from layer to layer its relative error grows by a factor of" in done.stdout
     alone = run(folder, candidate | {"layers.1.q": (candidate["layers.1.q"].astype(float) * 2).astype("bfloat16")})
     assert "it starts here: " in alone.stdout
     assert "passed before it: 10 arrays, inputs.input_ids to layers.0.residual" in alone.stdout
@@ -142,7 +143,7 @@ def test_ci_reads_the_verdict(sides, tmp_path):
     assert suite.get("failures") == "1"
     page = (tmp_path / "report.html").read_text()
     words = ("it starts here", "<dt>reference</dt><dd>twice", "What differs first", "Error along the sequence")
-    assert [said in page for said in words] == [True, False, False, True]
+    assert [said in page for said in (*words, "Error over the layers")] == [True, False, False, True, True]
     write(tmp_path / "reference.safetensors", {"h": np.ones((B, 1, M), np.float32)})
     write(tmp_path / "truth.safetensors", {"h": np.ones((B, 1, M))})
     assert run(tmp_path, {"h": np.zeros((B, 1, M), np.float32)}, "--out", str(tmp_path)).exit_code == 1
