@@ -6,6 +6,7 @@ compare key by key. The map `comparing/maps/hf.yaml` says which module's output 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · M model width.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +43,8 @@ def capture_taps(model: nn.Module, **inputs: Any) -> Taps:
     arrays = {name: [Array("float32", lambda x=x: x)] for name, x in found.items()}
     config = model.config.to_dict() | {"head_dim": model.model.layers[0].self_attn.head_dim}  # type: ignore[union-attr, operator, index]
     taps = {name: ranks[0].load() for name, ranks in rename(Dump("", arrays, config), names).arrays.items()}
-    taken = {name: x for name, x in taps.items() if not name.startswith(("model.", "lm_head"))}
+    not_taken = re.compile(r"model\.|lm_head|.*\.(gate|up)$")  # of an MLP the oracle has the output alone
+    taken = {name: x for name, x in taps.items() if not not_taken.match(name)}
     table = np.concatenate([x[..., : x.shape[-1] // 2] for x in tables if x is not None], axis=-1)
     return taken | {"rope_table": table, "logits": widen(logits)}
 

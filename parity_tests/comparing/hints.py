@@ -155,10 +155,11 @@ def _explain_by_parts(measure: Measure, mine: np.ndarray, true: np.ndarray, name
         factor = (mine * true).sum(others, keepdims=True) / np.where(square > 0, square, 1.0)
         summand = (mine - true).mean(others, keepdims=True)
         wrong = erring(measure, mine, true, kept)
-        ways = [("factor", factor, true * np.where(wrong, factor, 1.0))]
-        ways += [("summand", summand, true + np.where(wrong, summand, 0.0))] * (n - 1 in kept)
-        for what, x, gives in ways:
-            if not wrong.any() or not explains(measure, mine, gives):
+        # The last is how much larger the roundings are.
+        ways = [("factor", factor, true * np.where(wrong, factor, 1.0), np.maximum(1.0, np.abs(factor)))]
+        ways += [("summand", summand, true + np.where(wrong, summand, 0.0), 1.0)] * (n - 1 in kept)
+        for what, x, gives, by in ways:
+            if not wrong.any() or not explains(measure, mine / by, gives / by):
                 continue
             first = np.unravel_index(int(wrong.argmax()), wrong.shape)
             where = " of ".join(f"{names[axis]} {first[axis]}" for axis in reversed(kept))

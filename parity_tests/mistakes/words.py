@@ -6,7 +6,7 @@ the candidate's by no more than the allowance. `parity run` and `parity compare`
 Legend: B batch · T tokens of a row · H query heads · D head_dim · C = D / 2 rotated pairs.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,19 +146,23 @@ def extent(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str:
 
 def explain_rotation(measure: Measure, known: Known) -> str | None:
     """Of q or k after RoPE: which positions, frequencies or pairs would give it."""
-    stem = measure.name.removesuffix("_rope")
-    source = f"{stem}_norm" if f"{stem}_norm" in known.truth else stem
-    if known.rope is None or known.positions_BT is None or not _as_in_truth(known, source):
+    array, truth = known.candidate[measure.name], known.truth[measure.name]
+    right, mistakes = _rotations(known, measure.name.removesuffix("_rope"), array)
+    if right is None or known.rope is None:
         return None
-    x_BTHD, array, truth = known.candidate[source], known.candidate[measure.name], known.truth[measure.name]
-    if x_BTHD.shape[:2] != known.positions_BT.shape:
-        return None
-    documents_BT = known.documents_BT if known.documents_BT is not None else np.ones_like(known.positions_BT)
-    R, right = known.rope.head_dim, rotated(known.truth[source], known.positions_BT, known.rope)
-    mistakes = rotation_mistakes(x_BTHD, known.positions_BT, documents_BT, known.rope, array)
-    # Where what is taken for right does not give the truth, no mistake can be told by it.
-    found = _first(measure, array, mistakes) if _rms(truth - right) <= measure.allowance else None
+    found = _first(measure, array, mistakes) if _rms(truth - right) <= measure.allowance else None  # if right gives it
+    R = known.rope.head_dim
     return found or scaled(measure, array, truth) or _wrong_pairs(measure, array[..., :R], truth[..., :R])
+
+
+def _rotations(known: Known, name: str, array: np.ndarray) -> tuple[np.ndarray | None, Iterable[Mistake]]:
+    """Of `layers.0.q` after RoPE: what is right, and mistakes that may give an array."""
+    source, at, rope = f"{name}_norm" if f"{name}_norm" in known.truth else name, known.positions_BT, known.rope
+    if rope is None or at is None or not _as_in_truth(known, source) or known.truth[source].shape[:2] != at.shape:
+        return None, ()
+    documents_BT = known.documents_BT if known.documents_BT is not None else np.ones_like(at)
+    mistakes = rotation_mistakes(known.candidate[source], at, documents_BT, rope, array)
+    return rotated(known.truth[source], at, rope), mistakes
 
 
 def rotated(x_BTHD: np.ndarray, positions_BT: np.ndarray, rope: RopeSpec) -> np.ndarray:
@@ -202,11 +206,19 @@ def explain_attention(measure: Measure, known: Known) -> str | None:
                 continue  # what is taken for right is not
             if explains(measure, array, _out(mine, ids, scale)):
                 return None  # what went in was wrong
-            (q_BTHD, k_BTKD, v_BTKD), own = mine, _fitted_scale(mine, array, ids, scale)
+            own = _fitted_scale(mine, array, ids, scale)
             words = f"the scale of the logits is {own:.3g}, {own / scale:.3g} times what is right"
-            found = _first(measure, array, forward_mistakes(q_BTHD, k_BTKD, v_BTKD, ids, scale))
+            found = _first(measure, array, _attention_mistakes(known, stem, mine, ids, scale))
             return found or (words if explains(measure, array, _out(mine, ids, own)) else None)
     return None
+
+
+def _attention_mistakes(known: Known, stem: str, qkv: Sequence[Any], ids: Any, scale: float) -> Iterator[Mistake]:
+    """Wrong forward passes; and right ones of q and k that RoPE turns wrongly, which nobody recorded."""
+    yield from forward_mistakes(qkv[0], qkv[1], qkv[2], ids, scale)
+    sides = [_rotations(known, f"{stem}.{name}", x)[1] for name, x in zip("qk", qkv, strict=False)]
+    for (words, q), (_, k) in zip(*sides, strict=False):
+        yield words, lambda q=q, k=k: {"out": _out((q()["out"], k()["out"], qkv[2]), ids, scale)}
 
 
 def _out(qkv: Sequence[np.ndarray], ids_BT: np.ndarray, scale: float) -> np.ndarray:
@@ -249,6 +261,7 @@ def scaled(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | None
     if not array.any():
         return "it is all zeros"
     factor = float(np.vdot(array, truth) / np.vdot(truth, truth)) if truth.any() else 1.0
-    if truth.size > 1 and f"{factor:.4g}" != "1" and explains(measure, array, factor * truth):
+    larger = max(1.0, abs(factor))  # and so are its roundings
+    if truth.size > 1 and f"{factor:.4g}" != "1" and explains(measure, array / larger, factor / larger * truth):
         return f"everything is {factor:.4g} times what it should be"
     return None

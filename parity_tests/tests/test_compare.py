@@ -34,7 +34,7 @@ def test_a_correct_dump_is_the_same_and_leaves_a_report(sides, tmp_path):
 Change = Callable[[np.ndarray], np.ndarray]
 FAULTS: list[tuple[str, Change, str]] = [
     ("layers.1.q", lambda x: x * 1.5, "layer 1, q before RoPE (layers.1.q): "),
-    ("layers.1.q", lambda x: x * 1.5, "everything is 1.5 times what it should be"),
+    ("layers.1.q", lambda x: x * 12, "everything is 12 times what it should be"),  # its roundings, too
     ("layers.1.mlp", np.zeros_like, "it is all zeros"),
     ("layers.0.attn", lambda x: x[:, :, ::-1], "heads are in the opposite order"),
     ("layers.0.attn", lambda x: x.reshape(B, T, 2, 2, D).swapaxes(2, 3).reshape(x.shape), "in another order"),
@@ -46,7 +46,7 @@ FAULTS: list[tuple[str, Change, str]] = [
     ("layers.1.mlp", lambda x: x * np.where(np.arange(M) == 3, 5, 1), "channel 3 alone has a factor of its own, 4.999"),
     ("layers.1.mlp", lambda x: x * np.where(np.arange(T) == 7, 5, 1)[:, None], "token 7 alone has a factor of its own"),
     ("layers.1.mlp", lambda x: np.where(np.arange(T)[:, None] == 7, -x, 1.5 * x), "of its own, from -1 to 1.5"),
-    ("layers.0.attn", lambda x: x * np.where(np.arange(H) == 2, 0.5, 1)[:, None], "head 2 alone has a factor"),
+    ("layers.0.attn", lambda x: x * np.where(np.arange(H) == 2, -12, 1)[:, None], "head 2 alone has a factor"),
     ("layers.1.q", lambda x: x + np.linspace(-0.4, 0.4, H * D).reshape(H, D), "each channel of a head has a summand"),
     ("gradients.layers.1.mlp.weight", lambda x: x * np.linspace(0.5, 1.5, M)[:, None], "each row has a factor"),
     ("layers.1.attn_out", lambda x: x + np.linspace(-0.5, 0.5, M), "each channel has a summand of its own"),

@@ -10,13 +10,13 @@ from parity_tests.tests.dumps import Arrays, B, H, T, judged, judged_ranks, roun
 IDS = np.arange(T) + 100
 
 
-def layer(scale: float = 0.25, shift: int | None = 0, D: int = 16, seed: int = 0) -> Arrays:
+def layer(scale: float = 0.25, shift: int | None = 0, D: int = 16, seed: int = 0, theta: float = 1e4) -> Arrays:
     """One layer's attention. shift: of its positions; None: it has no RoPE."""
     qkv = np.random.default_rng(seed).standard_normal((3, B, T, H, D))
     turned = qkv[:2]
     if shift is not None:
         at = np.broadcast_to(IDS + shift, (B, T))
-        turned = np.stack([rotate(x, at, 1e4 ** -(np.arange(D // 2) / (D // 2)), 1.0) for x in turned])
+        turned = np.stack([rotate(x, at, theta ** -(np.arange(D // 2) / (D // 2)), 1.0) for x in turned])
     out = forward(attention_on(*turned, qkv[2], document_ids_BT=np.ones((B, T), int), scale=scale))["out"]
     names = ("q", "k", "v", *(("q_rope", "k_rope") if shift is not None else ()), "attn")
     return {f"layers.0.{n}": x for n, x in zip(names, (*qkv, *turned[: len(names) - 4], out), strict=True)}
@@ -54,6 +54,12 @@ def test_document_ids_are_understood_or_left_alone(tmp_path, ids):
 def test_a_wrong_scale_is_named_without_rope_whatever_is_right(tmp_path, scale):
     out = told(tmp_path, [layer(scale, None, 15)], [layer(2 * scale, None, 15)])
     assert f"the scale of the logits is {2 * scale:.3g}" in out, out
+
+
+def test_a_wrong_rotation_is_named_where_only_what_is_made_of_it_was_recorded(tmp_path):
+    right, wrong = ({n: x for n, x in layer(theta=t).items() if "rope" not in n} for t in (1e4, 1e5))
+    assert "(layers.0.attn): " in (out := told(tmp_path, [right], [wrong], IDS))
+    assert "theta is off by a factor of 10\n" in out, out
 
 
 def test_a_rank_is_explained_by_its_own_arrays(tmp_path):
