@@ -23,9 +23,9 @@ from torchtrain.evaluation.suite import Suite
 SCHEMAS = (Config, Preparation, Gate, Suite)
 
 CEILINGS = {
-    "lines of code": 31_355,
+    "lines of code": 31_365,
     "lines of tests' code": 22_725,
-    "lines of source": 44_570,
+    "lines of source": 44_585,
     "lines of tests": 29_450,
     "words of docs": 26_400,
     "settings without description": 0,
