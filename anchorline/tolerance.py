@@ -202,7 +202,7 @@ def _judge_parts(
         true = np.where(np.isfinite(true), true, 0.0)
         squared = true * true
         products = (errs * errs, allowed * allowed, squared, errs * true, allowed * true, errs, allowed)
-        products += (squared * squared, mine != 0)
+        products += (squared * squared, mine * mine)
         sums[:, at] = [x.sum(-1) for x in products]
 
     parts: list[PartVerdict] = []
@@ -217,7 +217,7 @@ def _judge_parts(
         chance = 1 + UNLIKELY / np.sqrt(2 * np.clip(independent, 1, 1 if inherits else count))
         least = 2 * own + UNIT_ROUNDOFF[dtype] * size
         allowed = chance * np.maximum(least, allowance if cancels else 0.0)
-        allowed = np.where(sums[8].sum(axis) > 0, allowed, least)
+        np.copyto(allowed, least, where=sums[8].sum(axis) == 0)
         with np.errstate(divide="ignore", invalid="ignore"):
             i = int(np.where(error > 0, error / allowed, 0.0).argmax())
         token = f"token {i % per_row} of row {i // per_row}" if per_row else f"row {i}"
