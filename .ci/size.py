@@ -27,7 +27,7 @@ CEILINGS = {
     "lines of tests' code": 22_725,
     "lines of source": 44_585,
     "lines of tests": 29_450,
-    "words of docs": 26_400,
+    "words of docs": 26_610,
     "settings without description": 0,
 }
 

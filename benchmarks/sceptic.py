@@ -121,7 +121,8 @@ if sys.argv[1].endswith(".jsonl"):  # metrics.jsonl of the trainer, by arm and s
     for path in map(Path, sys.argv[1:]):
         events = [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == "evaluation"]
         runs[path.stem], runs["before-" + path.stem.rsplit("-", 1)[1]] = events[-1]["contexts"], events[0]["contexts"]
-    show(runs, list(CODE), gain_of_targets)
+    show(runs, list(CODE[:4]), gain_of_targets)
+    show(runs, list(CODE[4:]), gain_of_targets)  # what training does, for comparison: no question
     sys.exit()
 content = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
 if "bases" in content[0]:  # an experiment that states its contrasts: a loss for each distance and row of each run

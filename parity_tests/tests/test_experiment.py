@@ -281,8 +281,9 @@ def recomputed(*files: Path) -> list[list[str]]:
 
 def test_a_script_with_numpy_alone_recomputes_the_page():
     page = PAGE.read_text()
-    for path in CONFIGS:
-        for line in recomputed(RESULTS / f"experiment-{path.stem}.json"):
+    kept = [[RESULTS / f"experiment-{path.stem}.json"] for path in CONFIGS]
+    for files in [*kept, sorted((RESULTS / "weights-code").glob("*.jsonl"))]:
+        for line in recomputed(*files):
             assert f"| {' | '.join(line)} |" in page, line
     parts = ("", "-control", "-cost")
     lines = {line[0]: line[1] for line in recomputed(*(RESULTS / f"training-experiment{part}.json" for part in parts))}
