@@ -431,7 +431,7 @@ def format_results(kept: dict[str, Any]) -> str:
 def main() -> None:
     """Try all, keep the numbers, and write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=40, help="of right pairs; 40")
+    parser.add_argument("--seeds", type=int, default=40, help="right pairs of each kind; default: 40")
     seeds = parser.parse_args().seeds
     fresh = dump.__wrapped__
     wrong = {

@@ -150,7 +150,8 @@ def explain_rotation(measure: Measure, known: Known) -> str | None:
     right, mistakes = _rotations(known, measure.name.removesuffix("_rope"), array)
     if right is None or known.rope is None:
         return None
-    found = _first(measure, array, mistakes) if _rms(truth - right) <= measure.allowance else None  # if right gives it
+    # Where what is taken for right does not give the truth, no mistake can be told by it.
+    found = _first(measure, array, mistakes) if _rms(truth - right) <= measure.allowance else None
     R = known.rope.head_dim
     return found or scaled(measure, array, truth) or _wrong_pairs(measure, array[..., :R], truth[..., :R])
 
@@ -214,7 +215,7 @@ def explain_attention(measure: Measure, known: Known) -> str | None:
 
 
 def _attention_mistakes(known: Known, stem: str, qkv: Sequence[Any], ids: Any, scale: float) -> Iterator[Mistake]:
-    """Wrong forward passes; and right ones of q and k that RoPE turns wrongly, which nobody recorded."""
+    """Wrong forward passes; and right ones of q and k that RoPE turns wrongly, where what it gives was not recorded."""
     yield from forward_mistakes(qkv[0], qkv[1], qkv[2], ids, scale)
     sides = [_rotations(known, f"{stem}.{name}", x)[1] for name, x in zip("qk", qkv, strict=False)]
     for (words, q), (_, k) in zip(*sides, strict=False):
